@@ -1,0 +1,1 @@
+"""Deep reinforcement learning experiments, composed by Hydra from the command line."""

@@ -1,0 +1,62 @@
+"""The algorithms, one file each, and what they all offer.
+
+`state_dict()` has the keys `networks` and `normalizers`, which are enough to act and are what a warm start takes over, and
+further ones as the algorithm needs. `load_state_dict` returns notes for the user: what could not be restored exactly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+    from rl.metrics import Metrics
+    from rl.seeding import Streams
+
+
+@dataclass(frozen=True)
+class Context:
+    """The facts of the run that an algorithm needs beside its own configuration."""
+
+    total_timesteps: int
+    streams: Streams
+    device: torch.device
+    precision: str = "fp32"
+    compile: bool = False
+
+
+class Policy(Protocol):
+    """Maps raw observations to actions, with the weights and normalisers it was made with."""
+
+    def initial_state(self, num_envs: int) -> Any:
+        """The recurrent state at the start of an episode, None for a policy without one."""
+
+    def __call__(
+        self, obs: np.ndarray, state: Any, rng: np.random.Generator | None
+    ) -> tuple[np.ndarray, Any]:
+        """Actions [N, …] for observations [N, …] and the next state; `rng` None: deterministic, else sampled."""
+
+
+class Algorithm(Protocol):
+    """What the training loop, evaluation and checkpoints ask of an algorithm."""
+
+    env_steps: int
+
+    def iterate(self) -> Metrics:
+        """One iteration: a rollout and its update, or a fixed chunk of steps."""
+
+    def policy(self) -> Policy:
+        """The present policy, frozen: later training does not change it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything the next iteration depends on."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
+        """Continue from a saved state; notes on what could not be restored exactly."""
+
+    def close(self) -> None:
+        """Close the training envs."""

@@ -1,0 +1,256 @@
+"""From what was typed to what Hydra runs: every mistake is answered here, in one line, before anything heavy is imported."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra._internal.utils import get_args_parser
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import (
+    ConfigCompositionException,
+    HydraException,
+    MissingConfigException,
+    OverrideParseException,
+)
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rl import resume, rundir
+from rl.config import check_spaces, flatten, nearest, plain, register_schema, unknown_key
+from rl.errors import ConfigError, NonFiniteError
+
+OPEN = ("env.kwargs",)  # mappings whose keys are the user's: overrides may add to them without Hydra's plus sign
+CONF = Path(__file__).resolve().parent.parent / "conf"
+
+
+def prepare(argv: list[str]) -> list[str]:
+    """Check a command line and choose where it writes.
+
+    Args:
+        argv: the arguments after the program's name.
+
+    Returns:
+        The arguments for Hydra: options first, then the overrides, with the run or sweep directory added. That directory
+        has been made, exclusively, unless the command only shows something.
+
+    Raises:
+        ConfigError: the command line is wrong; nothing was written.
+    """
+    register_schema()
+    OmegaConf.register_new_resolver("job_folder", job_folder, replace=True)
+    args = parse(argv)
+    options = [word for word in argv if word not in args.overrides]
+    args.overrides = opened(args.overrides)
+    if (
+        args.help
+        or args.hydra_help
+        or args.cfg
+        or args.info
+        or args.shell_completion
+        or args.experimental_rerun
+    ):
+        return [*options, *args.overrides]
+    with composer(args) as composed:
+        parsed = OverridesParser.create().parse_overrides(args.overrides)
+        sweeps = [override.input_line for override in parsed if override.is_sweep_override()]
+        steady = [override.input_line for override in parsed if not override.is_sweep_override()]
+        cfg = composed(steady)
+        multirun = args.multirun or cfg.hydra.mode == RunMode.MULTIRUN
+        if sweeps and not multirun:
+            raise ConfigError(
+                f"{sweeps[0]}: several values make a sweep, which needs -m: python launch.py -m {' '.join(args.overrides)}"
+            )
+        directory = (
+            _prepare_sweep(cfg, args.overrides, composed) if multirun else _prepare_run(cfg, args.overrides)
+        )
+    return [*options, *args.overrides, *directory]
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Hydra's own options and the overrides, in any order; ConfigError for anything else that starts with a dash."""
+    parser = get_args_parser()
+    args, unknown = parser.parse_known_intermixed_args(argv)
+    for word in unknown:
+        bare = word.lstrip("-")
+        if "=" in bare:
+            raise ConfigError(f"{word}: overrides take no dashes; write {bare}")
+        options = [option for action in parser._actions for option in action.option_strings]
+        raise ConfigError(f"{word}: no such option{nearest(word, options)}; --help lists groups and keys")
+    return args
+
+
+def opened(overrides: list[str]) -> list[str]:
+    """The overrides, with those of open mappings marked as additions: `env.kwargs.gravity=9` becomes `++env.kwargs.gravity=9`."""
+    return [f"++{word}" if word.startswith(tuple(f"{key}{end}" for key in OPEN for end in ".=")) else word for word in overrides]
+
+
+@contextmanager
+def composer(args: argparse.Namespace) -> Iterator[Callable[[list[str]], DictConfig]]:
+    """A function from overrides to the composed configuration, with Hydra's node, on the search path `args` ask for."""
+    extra = []
+    if args.config_dir is not None:
+        folder = Path(args.config_dir).resolve()
+        if not folder.is_dir():
+            raise ConfigError(f"--config-dir {args.config_dir}: there is no such folder")
+        extra = [f"hydra.searchpath=[{quoted(f'file://{folder}')}]"]
+    root = Path(args.config_path).resolve() if args.config_path else CONF
+    with initialize_config_dir(str(root), version_base="1.3", job_name="launch"):
+        yield lambda overrides: compose(
+            args.config_name or "config", [*overrides, *extra], return_hydra_config=True
+        )
+
+
+def _prepare_run(cfg: DictConfig, overrides: list[str]) -> list[str]:
+    """Check one run and make its directory."""
+    given = Path(cfg.hydra.run.dir).resolve() if _given("hydra.run.dir", overrides) else None
+    plan = resume.plan(_job(cfg), overrides, given)
+    check_spaces(plan.config)
+    if plan.checkpoint is not None and plan.directory is not None:
+        return [f"hydra.run.dir={quoted(str(plan.directory))}", "hydra.output_subdir=null"]
+    if given is not None:
+        given.mkdir(parents=True, exist_ok=True)
+        return []
+    run, recipe = plan.config.run, str(cfg.hydra.runtime.choices.algo)
+    name = run.run_name or f"{recipe}_{plan.config.env.id}_s{run.seed}"
+    return [f"hydra.run.dir={quoted(str(_dated(cfg.hydra.run.dir, name)))}"]
+
+
+def _prepare_sweep(
+    cfg: DictConfig, overrides: list[str], composed: Callable[[list[str]], DictConfig]
+) -> list[str]:
+    """Check the jobs of a sweep, as many as it takes for every swept value to be seen once, and make its directory."""
+    seen: set[str] = set()
+    for job in _jobs(cfg, overrides):
+        if not set(job) <= seen:
+            seen.update(job)
+            plan = resume.plan(_job(composed(job)), job, None)
+            check_spaces(plan.config)
+    if _given("hydra.sweep.dir", overrides):
+        return []
+    return [f"hydra.sweep.dir={quoted(str(_dated(cfg.hydra.sweep.dir, 'sweep')))}"]
+
+
+def _jobs(cfg: DictConfig, overrides: list[str]) -> list[list[str]]:
+    """The overrides of each job of Hydra's basic sweeper; another sweeper draws its values as it goes, so its base is checked."""
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+
+    parser = OverridesParser.create()
+    if not str(cfg.hydra.sweeper._target_).endswith("BasicSweeper"):
+        return [[o.input_line for o in parser.parse_overrides(overrides) if not o.is_sweep_override()]]
+    swept = [f"{key}={value}" for key, value in (cfg.hydra.sweeper.params or {}).items()]
+    jobs = BasicSweeper.split_arguments(parser.parse_overrides([*swept, *overrides]), max_batch_size=None)
+    return [list(job) for job in jobs[0]]
+
+
+def _job(cfg: DictConfig) -> DictConfig:
+    """The configuration without Hydra's own node, as the job sees it."""
+    return OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"])
+
+
+def _given(key: str, overrides: list[str]) -> bool:
+    return any(override.lstrip("+").startswith(f"{key}=") for override in overrides)
+
+
+def _dated(parent: str, name: str) -> Path:
+    """A new directory `<parent>/<day>/<time>_<name>_<4 hex>`."""
+    now = datetime.now()
+    return rundir.create(Path(parent).resolve() / f"{now:%Y-%m-%d}", f"{now:%H-%M-%S}_{safe(name)}")
+
+
+def safe(name: str) -> str:
+    """`name` as one path component: everything but letters, digits and `._=,+-` becomes a dash."""
+    return re.sub(r"[^\w.=,+-]+", "-", name)[:120]
+
+
+def job_folder(number: Any, overrides: Any) -> str:
+    """The folder of a sweep's job, `0003_algo=ppo,seed=3`; a long one is cut and ends in a hash of the whole."""
+    name = safe(str(overrides))
+    if len(name) > 80:
+        name = f"{name[:70]}-{hashlib.sha256(str(overrides).encode()).hexdigest()[:8]}"
+    index = f"{number:04d}" if isinstance(number, int) else str(number)
+    return f"{index}_{name}" if name else index
+
+
+def quoted(text: str) -> str:
+    """`text` as a quoted value of Hydra's override grammar."""
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+@contextmanager
+def plain_errors(argv: list[str]) -> Iterator[None]:
+    """Print the errors that are not the program's as one line: exit code 2 for a wrong configuration, 1 for numbers gone bad.
+
+    Ctrl-C leaves with 130, as shells expect; everything else passes with its traceback.
+    """
+    try:
+        yield
+    except (ConfigError, HydraException, OmegaConfBaseException) as error:
+        line, code = message(error, argv), 2
+    except NonFiniteError as error:
+        line, code = str(error), 1
+    except KeyboardInterrupt:
+        line, code = "interrupted", 130
+    else:
+        return
+    print(line, file=sys.stderr)
+    raise SystemExit(code)
+
+
+def message(error: Exception, argv: list[str]) -> str:
+    """One plain line for an error of ours, of Hydra's or of OmegaConf's."""
+    if isinstance(error, ConfigError):
+        return str(error)
+    causes = [error]
+    while causes[-1].__cause__ is not None:
+        causes.append(causes[-1].__cause__)  # type: ignore[arg-type]
+    chain = "\n".join(str(cause) for cause in causes)
+    first = " ".join(str(error).split("\n")[0].split())
+    group = re.search(r"Could not find '([^']*)/([^'/]*)'", chain)
+    if isinstance(error, MissingConfigException) and group:
+        options = re.findall(r"^\t(.+)$", chain, flags=re.MULTILINE)
+        known = (
+            f"choose one of {', '.join(options)}{nearest(group[2], options)}" if options else "no such group"
+        )
+        return f"{group[1]}={group[2]}: {known}"
+    if isinstance(error, OverrideParseException):
+        reason = " ".join(str(error.__cause__ or error).split("\n")[0].split())
+        return f"{error.override}: not an override ({reason}); write key=value, quoted where the value has spaces or brackets"
+    known_keys = _known_keys(argv)
+    missing = re.search(r"Could not override '([^']*)'", chain)
+    if missing:
+        key = missing[1].lstrip("+").split("@")[0]
+        return unknown_key(key, known_keys)
+    typed = next((cause for cause in causes if isinstance(cause, OmegaConfBaseException)), None)
+    if isinstance(error, ConfigCompositionException | OmegaConfBaseException) and typed is not None:
+        return plain(typed, known=known_keys)
+    return first
+
+
+def _known_keys(argv: list[str]) -> dict[str, Any]:
+    """Every dotted key of the configuration that the group choices of `argv` lead to, else of the default one."""
+    args, _ = get_args_parser().parse_known_intermixed_args(argv)
+    groups = [
+        o
+        for o in args.overrides
+        if re.fullmatch(r"[\w/]+=[\w,\[\]]+", o) and (CONF / o.split("=")[0]).is_dir()
+    ]
+    for choices in (groups, []):
+        try:
+            with composer(args) as composed:
+                cfg = composed(choices)
+        except (ConfigError, HydraException, OmegaConfBaseException):
+            continue  # the group choices themselves are wrong: the default configuration has to do
+        container = OmegaConf.to_container(cfg, resolve=False)
+        assert isinstance(container, dict)
+        return {key: value for key, value in flatten(container) if not isinstance(value, dict)}
+    return {}

@@ -1,0 +1,1 @@
+"""Environments: the vector contract, one module per backend, and normalisation."""

@@ -1,0 +1,93 @@
+"""The contract between an algorithm and its environments, whatever simulates them.
+
+Shapes: `N` is the number of environments, `D` the shape of one observation. An algorithm sees arrays of `N`
+rows and never an environment itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+from gymnasium import spaces
+
+ActionSpace: TypeAlias = spaces.Discrete | spaces.MultiDiscrete | spaces.Box
+
+
+class Episode(NamedTuple):
+    """One episode that has just ended, with the rewards the environment itself gave."""
+
+    env: int  # which of the N environments
+    episodic_return: float  # undiscounted sum of raw rewards, accumulated in float64
+    length: int  # agent steps
+
+
+class Step(NamedTuple):
+    """What one step of all environments produced. Every array is new: the caller may keep it."""
+
+    obs: (
+        np.ndarray
+    )  # [N, *D] what the policy acts on next: the first observation of a new episode where one ended
+    reward: np.ndarray  # [N] float32, raw
+    terminated: np.ndarray  # [N] bool, the task itself ended
+    truncated: np.ndarray  # [N] bool, cut off from outside (a time limit); both may be set
+    next_obs: (
+        np.ndarray
+    )  # [N, *D] true successor of the action; the very same array as `obs` when no episode ended
+    episodes: list[Episode]  # those that ended on this step, in order of their environment
+
+
+class Restored(NamedTuple):
+    """What `VectorEnv.load_state_dict` brought back."""
+
+    obs: np.ndarray  # [N, *D] current observations
+    exact: np.ndarray  # [N] bool; False where the episode could not be reproduced and a new one was started
+
+
+class VectorEnv(Protocol):
+    """N environments stepped together. An episode that ends is followed by a reset within the same step.
+
+    Observations are float32, or uint8 where the environment gives uint8; spaces that are not a Box are
+    flattened to one row. `observation_space` and `action_space` describe what passes through here for one
+    environment:
+
+    - `Discrete(n)`: actions are integers `[N]` in `0..n-1`, whatever `start` the environment has;
+    - `MultiDiscrete`: integers `[N, K]`, each counted from 0;
+    - `Box`: floats `[N, prod(shape)]` in the environment's own units, clipped to its bounds per dimension.
+    """
+
+    num_envs: int
+    observation_space: spaces.Box
+    action_space: ActionSpace
+
+    def reset(self, seed: np.random.SeedSequence) -> np.ndarray:
+        """Start a new episode everywhere and return the observations `[N, *D]`.
+
+        Environment `i` is seeded from child `i` of `seed` (`spawn_key + (i,)`), however many there are.
+        """
+        ...
+
+    def step(self, actions: np.ndarray) -> Step:
+        """Take one action in each environment.
+
+        Raises NonFiniteError when an observation or a reward is NaN or infinite, and what an environment
+        raises.
+        """
+        ...
+
+    def render(self, index: int) -> np.ndarray:
+        """Return the current frame of environment `index`, uint8 `[H, W, 3]`."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all it takes to continue: nested dicts and lists of JSON values, big integers and arrays."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> Restored:
+        """Continue from `state`, saved by any backend of the same environments; needs no `reset`."""
+        ...
+
+    def close(self) -> None:
+        """Release everything held; safe to call twice."""
+        ...

@@ -1,0 +1,1 @@
+"""Networks: a configuration names shapes; one file a kind, whose `build` makes the torch module."""

@@ -1,0 +1,52 @@
+"""The fully connected network, as a description that any backend can build from, and as a torch module."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rl.config import bounded
+from rl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+ACTIVATIONS = {"tanh": "Tanh", "relu": "ReLU", "gelu": "GELU", "silu": "SiLU", "elu": "ELU"}
+
+
+@dataclass(frozen=True)
+class MLP:
+    """Hidden layers of the given sizes, each followed by the activation."""
+
+    hidden_sizes: list[int] = bounded()
+    activation: str = bounded(choices=tuple(ACTIVATIONS))
+    shared: bool = bounded()
+
+    def check(self, observation_space: Any) -> None:
+        """Raise ConfigError when observations are not vectors or a layer has no units."""
+        if len(observation_space.shape) != 1:
+            shape = "x".join(map(str, observation_space.shape))
+            raise ConfigError(
+                f"network=mlp takes vectors, but the env's observations are {shape} images; choose an env with vectors"
+            )
+        if any(size < 1 for size in self.hidden_sizes):
+            raise ConfigError(
+                f"network.hidden_sizes={self.hidden_sizes}: every layer needs at least 1 unit, e.g. [64,64]"
+            )
+
+    def build(self, observation_shape: tuple[int, ...]) -> nn.Sequential:
+        """The encoder, orthogonal with gain √2; its output has `hidden_sizes[-1]` features, see `features`."""
+        from torch import nn
+
+        from rl.networks.initialisers import layer_init
+
+        sizes = [math.prod(observation_shape), *self.hidden_sizes]
+        layers: list[nn.Module] = []
+        for fan_in, fan_out in zip(sizes, sizes[1:], strict=False):
+            layers += [layer_init(nn.Linear(fan_in, fan_out)), getattr(nn, ACTIVATIONS[self.activation])()]
+        return nn.Sequential(*layers)
+
+    def features(self, observation_shape: tuple[int, ...]) -> int:
+        """The size of the encoder's output."""
+        return self.hidden_sizes[-1] if self.hidden_sizes else math.prod(observation_shape)

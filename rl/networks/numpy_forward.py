@@ -1,0 +1,67 @@
+"""Acting without torch: below a few hundred units a forward pass costs more in dispatch than in arithmetic.
+
+One observation through a 64-64 network takes some 8 µs in NumPy and 60 µs in torch on a CPU, and acting is one such pass
+per env step. Modules that are not plain stacks of linear layers and activations go through torch as usual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import nn
+
+Forward = Callable[[np.ndarray], np.ndarray]
+
+_ACTIVATIONS: dict[type[nn.Module], Callable[[np.ndarray], np.ndarray]] = {
+    nn.Tanh: lambda x: np.tanh(x, out=x),
+    nn.ReLU: lambda x: np.maximum(x, 0, out=x),
+}
+_MOST_UNITS = 512
+
+
+def numpy_forward(network: nn.Sequential) -> Forward:
+    """A function from observations [N, …] to the outputs [N, K] of `network` with its present weights.
+
+    The weights are copied: train the network and call this again.
+    """
+    steps: list[Forward] = []
+    for layer in network.modules():
+        if isinstance(layer, nn.Sequential):
+            continue
+        if isinstance(layer, nn.Linear) and layer.bias is not None and max(layer.weight.shape) <= _MOST_UNITS:
+            steps.append(_linear(layer))
+        elif type(layer) in _ACTIVATIONS:
+            steps.append(_ACTIVATIONS[type(layer)])
+        else:
+            return _torch_forward(network)
+
+    def forward(x: np.ndarray) -> np.ndarray:
+        for step in steps:
+            x = step(x)
+        return x
+
+    return forward
+
+
+def _linear(layer: nn.Linear) -> Forward:
+    weight = np.ascontiguousarray(layer.weight.detach().float().cpu().numpy().T)
+    bias = layer.bias.detach().float().cpu().numpy().copy()
+
+    def apply(x: np.ndarray) -> np.ndarray:
+        y = x @ weight
+        y += bias
+        return y
+
+    return apply
+
+
+def _torch_forward(network: nn.Sequential) -> Forward:
+    device = next(network.parameters()).device
+
+    def forward(x: np.ndarray) -> np.ndarray:
+        with torch.inference_mode():
+            return network(torch.as_tensor(x, device=device)).float().cpu().numpy()
+
+    return forward
