@@ -40,7 +40,8 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
     device: Annotated[str, typer.Option(help="auto | cpu | cuda | cuda:N")] = "cpu",
 ) -> None:
-    """Play episodes with the policy of a run's newest checkpoint, while it trains or after; nothing of the run is changed."""
+    """Play episodes with the policy of a run's newest checkpoint, while it trains or after; nothing of the
+    run is changed."""
     from rl.resume import locate
 
     directory, path = locate(str(run), key="RUN")
@@ -57,7 +58,8 @@ def evaluate(
     console.print(table)
     how = "deterministic" if deterministic else "sampled"
     console.print(
-        f"{result['env_id']} at step {result['env_steps']:,}: return {result['mean']:.2f} ± {result['std']:.2f} "
+        f"{result['env_id']} at step {result['env_steps']:,}: return {result['mean']:.2f} ± "
+        f"{result['std']:.2f} "
         f"over {episodes} {how} episodes"
     )
     for file in result["videos"]:
@@ -142,7 +144,8 @@ def show(
 
 
 def standing(run: Path) -> dict[str, Any]:
-    """run.json with what the other files know: the newest step, rate, returns and evaluation; `killed` where its process is gone."""
+    """run.json with what the other files know: the newest step, rate, returns and evaluation; `killed` where
+    its process is gone."""
     record = rundir.read(run)
     facts: dict[str, Any] = {"directory": str(run), **record}
     if record.get("status") == "running" and not rundir.is_alive(record):
@@ -196,11 +199,13 @@ def _print_run(facts: dict[str, Any]) -> None:
     rows = {
         "run": facts["directory"],
         "status": facts["status"] + (f": {facts['error']}" if facts.get("error") else ""),
-        "what": f"{facts.get('algo')} on {facts.get('env_id')}, seed {facts.get('seed')}, device {facts.get('device')}",
+        "what": f"{facts.get('algo')} on {facts.get('env_id')}, seed {facts.get('seed')}, device "
+        f"{facts.get('device')}",
         "step": f"{facts['env_steps']:,} of {total:,}"
         + (f" ({facts['env_steps'] / total:.0%})" if total else ""),
         "rate": f"{facts['SPS']:,.0f} steps/s" if facts.get("SPS") else "-",
-        "return": f"{facts['recent_return']:.2f} over the last {min(100, facts['episodes'])} of {facts['episodes']:,} training episodes"
+        "return": f"{facts['recent_return']:.2f} over the last {min(100, facts['episodes'])} of "
+        f"{facts['episodes']:,} training episodes"
         if facts["recent_return"] is not None
         else "no episode has finished",
         "evaluations": ", ".join(
@@ -230,9 +235,10 @@ def _print_list(runs: list[dict[str, Any]]) -> None:
         objective = facts["result"]["objective"] if facts.get("result") else None
         values = (facts["recent_return"], objective)
         table.add_row(
-            facts["directory"], facts["status"], facts.get("algo"), facts.get("env_id"), str(facts.get("seed")),
-            f"{facts['env_steps']:,}", *("-" if v is None else f"{v:.1f}" for v in values),
-        )  # fmt: skip
+            *(str(facts.get(key)) for key in ("directory", "status", "algo", "env_id", "seed")),
+            f"{facts['env_steps']:,}",
+            *("-" if v is None else f"{v:.1f}" for v in values),
+        )
     Console().print(table)
 
 

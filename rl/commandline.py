@@ -1,4 +1,5 @@
-"""From what was typed to what Hydra runs: every mistake is answered here, in one line, before anything heavy is imported."""
+"""From what was typed to what Hydra runs: every mistake is answered here, in one line, before anything heavy
+is imported."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ from rl import resume, rundir
 from rl.config import check_spaces, flatten, nearest, plain, register_schema, unknown_key
 from rl.errors import ConfigError, NonFiniteError
 
-OPEN = ("env.kwargs",)  # mappings whose keys are the user's: overrides may add to them without Hydra's plus sign
+# Mappings whose keys are the user's: overrides may add to them without Hydra's plus sign.
+OPEN = ("env.kwargs",)
 CONF = Path(__file__).resolve().parent.parent / "conf"
 
 
@@ -40,8 +42,8 @@ def prepare(argv: list[str]) -> list[str]:
         argv: the arguments after the program's name.
 
     Returns:
-        The arguments for Hydra: options first, then the overrides, with the run or sweep directory added. That directory
-        has been made, exclusively, unless the command only shows something.
+        The arguments for Hydra: options first, then the overrides, with the run or sweep directory added.
+        That directory has been made, exclusively, unless the command only shows something.
 
     Raises:
         ConfigError: the command line is wrong; nothing was written.
@@ -62,13 +64,14 @@ def prepare(argv: list[str]) -> list[str]:
         return [*options, *args.overrides]
     with composer(args) as composed:
         parsed = OverridesParser.create().parse_overrides(args.overrides)
-        sweeps = [override.input_line for override in parsed if override.is_sweep_override()]
-        steady = [override.input_line for override in parsed if not override.is_sweep_override()]
+        sweeps = [str(override.input_line) for override in parsed if override.is_sweep_override()]
+        steady = [str(override.input_line) for override in parsed if not override.is_sweep_override()]
         cfg = composed(steady)
         multirun = args.multirun or cfg.hydra.mode == RunMode.MULTIRUN
         if sweeps and not multirun:
             raise ConfigError(
-                f"{sweeps[0]}: several values make a sweep, which needs -m: python launch.py -m {' '.join(args.overrides)}"
+                f"{sweeps[0]}: several values make a sweep, which needs -m: python launch.py -m "
+                f"{' '.join(args.overrides)}"
             )
         directory = (
             _prepare_sweep(cfg, args.overrides, composed) if multirun else _prepare_run(cfg, args.overrides)
@@ -77,7 +80,8 @@ def prepare(argv: list[str]) -> list[str]:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Hydra's own options and the overrides, in any order; ConfigError for anything else that starts with a dash."""
+    """Hydra's own options and the overrides, in any order; ConfigError for anything else that starts with a
+    dash."""
     parser = get_args_parser()
     args, unknown = parser.parse_known_intermixed_args(argv)
     for word in unknown:
@@ -90,13 +94,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def opened(overrides: list[str]) -> list[str]:
-    """The overrides, with those of open mappings marked as additions: `env.kwargs.gravity=9` becomes `++env.kwargs.gravity=9`."""
-    return [f"++{word}" if word.startswith(tuple(f"{key}{end}" for key in OPEN for end in ".=")) else word for word in overrides]
+    """The overrides, with those of open mappings marked as additions: `env.kwargs.gravity=9` becomes
+    `++env.kwargs.gravity=9`."""
+    return [
+        f"++{word}" if word.startswith(tuple(f"{key}{end}" for key in OPEN for end in ".=")) else word
+        for word in overrides
+    ]
 
 
 @contextmanager
 def composer(args: argparse.Namespace) -> Iterator[Callable[[list[str]], DictConfig]]:
-    """A function from overrides to the composed configuration, with Hydra's node, on the search path `args` ask for."""
+    """A function from overrides to the composed configuration, with Hydra's node, on the search path `args`
+    ask for."""
     extra = []
     if args.config_dir is not None:
         folder = Path(args.config_dir).resolve()
@@ -128,7 +137,8 @@ def _prepare_run(cfg: DictConfig, overrides: list[str]) -> list[str]:
 def _prepare_sweep(
     cfg: DictConfig, overrides: list[str], composed: Callable[[list[str]], DictConfig]
 ) -> list[str]:
-    """Check the jobs of a sweep, as many as it takes for every swept value to be seen once, and make its directory."""
+    """Check the jobs of a sweep, as many as it takes for every swept value to be seen once, and make its
+    directory."""
     seen: set[str] = set()
     for job in _jobs(cfg, overrides):
         if not set(job) <= seen:
@@ -141,12 +151,13 @@ def _prepare_sweep(
 
 
 def _jobs(cfg: DictConfig, overrides: list[str]) -> list[list[str]]:
-    """The overrides of each job of Hydra's basic sweeper; another sweeper draws its values as it goes, so its base is checked."""
+    """The overrides of each job of Hydra's basic sweeper; another sweeper draws its values as it goes, so its
+    base is checked."""
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 
     parser = OverridesParser.create()
     if not str(cfg.hydra.sweeper._target_).endswith("BasicSweeper"):
-        return [[o.input_line for o in parser.parse_overrides(overrides) if not o.is_sweep_override()]]
+        return [[str(o.input_line) for o in parser.parse_overrides(overrides) if not o.is_sweep_override()]]
     swept = [f"{key}={value}" for key, value in (cfg.hydra.sweeper.params or {}).items()]
     jobs = BasicSweeper.split_arguments(parser.parse_overrides([*swept, *overrides]), max_batch_size=None)
     return [list(job) for job in jobs[0]]
@@ -154,7 +165,7 @@ def _jobs(cfg: DictConfig, overrides: list[str]) -> list[list[str]]:
 
 def _job(cfg: DictConfig) -> DictConfig:
     """The configuration without Hydra's own node, as the job sees it."""
-    return OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"])
+    return OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
 
 
 def _given(key: str, overrides: list[str]) -> bool:
@@ -173,7 +184,8 @@ def safe(name: str) -> str:
 
 
 def job_folder(number: Any, overrides: Any) -> str:
-    """The folder of a sweep's job, `0003_algo=ppo,seed=3`; a long one is cut and ends in a hash of the whole."""
+    """The folder of a sweep's job, `0003_algo=ppo,seed=3`; a long one is cut and ends in a hash of the
+    whole."""
     name = safe(str(overrides))
     if len(name) > 80:
         name = f"{name[:70]}-{hashlib.sha256(str(overrides).encode()).hexdigest()[:8]}"
@@ -188,7 +200,8 @@ def quoted(text: str) -> str:
 
 @contextmanager
 def plain_errors(argv: list[str]) -> Iterator[None]:
-    """Print the errors that are not the program's as one line: exit code 2 for a wrong configuration, 1 for numbers gone bad.
+    """Print the errors that are not the program's as one line: exit code 2 for a wrong configuration, 1 for
+    numbers gone bad.
 
     Ctrl-C leaves with 130, as shells expect; everything else passes with its traceback.
     """
@@ -224,7 +237,10 @@ def message(error: Exception, argv: list[str]) -> str:
         return f"{group[1]}={group[2]}: {known}"
     if isinstance(error, OverrideParseException):
         reason = " ".join(str(error.__cause__ or error).split("\n")[0].split())
-        return f"{error.override}: not an override ({reason}); write key=value, quoted where the value has spaces or brackets"
+        return (
+            f"{error.override}: not an override ({reason}); write key=value, quoted where the value "
+            f"has spaces or brackets"
+        )
     known_keys = _known_keys(argv)
     missing = re.search(r"Could not override '([^']*)'", chain)
     if missing:
@@ -237,7 +253,8 @@ def message(error: Exception, argv: list[str]) -> str:
 
 
 def _known_keys(argv: list[str]) -> dict[str, Any]:
-    """Every dotted key of the configuration that the group choices of `argv` lead to, else of the default one."""
+    """Every dotted key of the configuration that the group choices of `argv` lead to, else of the default
+    one."""
     args, _ = get_args_parser().parse_known_intermixed_args(argv)
     groups = [
         o

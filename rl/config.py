@@ -1,8 +1,10 @@
-"""Typed configuration: the run-level schema, schemas found beside what they configure, and the checks across keys.
+"""Typed configuration: the run-level schema, schemas found beside what they configure, and the checks across
+keys.
 
 Nothing here imports torch: a mistake on the command line is answered in a second. The values live in `conf/`,
-the types in dataclasses. Whatever YAML names by `_target_` is either a dataclass itself (an env family, a network,
-a logger) or has one called `<Name>Config` beside it (an algorithm), whose fields are exactly the YAML's keys.
+the types in dataclasses. Whatever YAML names by `_target_` is either a dataclass itself (an env family, a
+network, a logger) or has one called `<Name>Config` beside it (an algorithm), whose fields are exactly the
+YAML's keys.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ def bounded(
     lt: float | None = None,
     choices: tuple[str, ...] | None = None,
 ) -> Any:
-    """A dataclass field whose value comes from YAML and must lie in the bounds given (None passes where the type allows it)."""
+    """A dataclass field whose value comes from YAML and must lie in the bounds given (None passes where the
+    type allows it)."""
     limits = {"at least": ge, "above": gt, "at most": le, "below": lt}
     return field(default=MISSING, metadata={"limits": limits, "choices": choices})
 
@@ -60,7 +63,8 @@ class EvalConfig:
 
 @dataclass
 class RunConfig:
-    """The keys of a run that belong to no group; what they mean stands beside their values in conf/config.yaml."""
+    """The keys of a run that belong to no group; what they mean stands beside their values in
+    conf/config.yaml."""
 
     seed: int = bounded(ge=0)
     total_timesteps: int = bounded(ge=1)
@@ -84,7 +88,8 @@ class RunConfig:
 
 @dataclass
 class Config:
-    """A whole configuration after its checks: typed objects for hot code, and the plain mapping that is kept on disk."""
+    """A whole configuration after its checks: typed objects for hot code, and the plain mapping that is kept
+    on disk."""
 
     run: RunConfig
     env: Any  # an env factory, e.g. rl.envs.gymnasium_envs.GymnasiumEnvs
@@ -96,7 +101,8 @@ class Config:
 
 
 def register_schema() -> None:
-    """Make the run-level schema known to Hydra as `schema` and let whole floats such as 1e6 stand for integers."""
+    """Make the run-level schema known to Hydra as `schema` and let whole floats such as 1e6 stand for
+    integers."""
     ConfigStore.instance().store(name="schema", node=RunConfig)
     IntegerNode._validate_and_convert_impl = _whole_number  # type: ignore[method-assign]
 
@@ -112,16 +118,18 @@ def _whole_number(self: IntegerNode, value: Any) -> int:
         raise ValidationError("'$VALUE' is not an integer") from error
 
 
-# --- schemas -----------------------------------------------------------------------------------------------------------
+# --- schemas --------------------------------------------------------------------------------------
 
 _LIGHT = {"__future__", "collections", "dataclasses", "enum", "math", "typing", "rl.config", "rl.errors"}
 
 
 def schema_of(target: str) -> type:
-    """The dataclass that types the keys beside `_target_: target`, read from the source without importing the module.
+    """The dataclass that types the keys beside `_target_: target`, read from the source without importing the
+    module.
 
-    An algorithm's module imports torch, which takes seconds; its config dataclass needs only the standard library, so
-    only that class is executed. Where the source does not allow this the module is imported after all.
+    An algorithm's module imports torch, which takes seconds; its config dataclass needs only the standard
+    library, so only that class is executed. Where the source does not allow this the module is imported after
+    all.
 
     Raises:
         ConfigError: there is no such module, or it holds neither a dataclass of that name nor `<Name>Config`.
@@ -133,7 +141,8 @@ def schema_of(target: str) -> type:
         spec = None
     if spec is None or spec.origin is None or not Path(spec.origin).is_file():
         raise ConfigError(
-            f"_target_: {target}: no module {module_name or target!r} can be imported; write package.module.Name"
+            f"_target_: {target}: no module {module_name or target!r} can be imported; write "
+            f"package.module.Name"
         )
     alias = f"{module_name}:schema"
     if alias not in sys.modules:
@@ -160,7 +169,8 @@ def _defines(path: Path, name: str) -> bool:
 
 
 def _light_module(alias: str, path: Path) -> types.ModuleType:
-    """A module holding only the dataclasses of the source file at `path`, and where other names were imported from."""
+    """A module holding only the dataclasses of the source file at `path`, and where other names were imported
+    from."""
     module = types.ModuleType(alias)
     sys.modules[alias] = module  # dataclasses look their annotations up here
     for node in ast.parse(path.read_text()).body:
@@ -215,7 +225,8 @@ def typed(schema: type, values: Mapping[str, Any], at: str) -> dict[str, Any]:
         missing = sorted(OmegaConf.missing_keys(merged))
         if missing:
             raise ConfigError(
-                f"{join(at, missing[0])} has no value; give it one, e.g. in the YAML that sets {at or 'the run'}"
+                f"{join(at, missing[0])} has no value; give it one, e.g. in the YAML that sets "
+                f"{at or 'the run'}"
             )
         result = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
@@ -225,14 +236,19 @@ def typed(schema: type, values: Mapping[str, Any], at: str) -> dict[str, Any]:
 
 
 def _keys(schema: type) -> type:
-    """A plain dataclass of the fields that come from YAML: those in `__init__`, whatever else the class keeps."""
+    """A plain dataclass of the fields that come from YAML: those in `__init__`, whatever else the class
+    keeps."""
     names = vars(sys.modules[schema.__module__])
     kept = [f for f in fields(schema) if f.init]
     types_of = {f.name: eval(f.type, dict(names)) if isinstance(f.type, str) else f.type for f in kept}
     defaults = {}
     for f in kept:
-        value = {"default": f.default} if f.default_factory is dataclasses.MISSING else {"default_factory": f.default_factory}
-        defaults[f.name] = field(**value, metadata=f.metadata)  # type: ignore[call-overload]
+        value = (
+            {"default": f.default}
+            if f.default_factory is dataclasses.MISSING
+            else {"default_factory": f.default_factory}
+        )
+        defaults[f.name] = field(**value, metadata=f.metadata)
     return make_dataclass(schema.__name__, [(name, types_of[name], defaults[name]) for name in types_of])
 
 
@@ -258,7 +274,7 @@ def check_bounds(instance: Any, at: str) -> None:
             raise ConfigError(f"{key}={value}: must be {allowed}")
 
 
-# --- messages ----------------------------------------------------------------------------------------------------------
+# --- messages -------------------------------------------------------------------------------------
 
 
 def join(at: str, key: str) -> str:
@@ -313,7 +329,7 @@ def flatten(node: Any, at: str = "") -> Iterator[tuple[str, Any]]:
             yield from flatten(value, join(at, str(key)))
 
 
-# --- the whole configuration -------------------------------------------------------------------------------------------
+# --- the whole configuration ----------------------------------------------------------------------
 
 
 def instantiate(section: Mapping[str, Any], at: str) -> Any:
@@ -323,7 +339,8 @@ def instantiate(section: Mapping[str, Any], at: str) -> Any:
     """
     if not isinstance(section, Mapping) or not isinstance(section.get("_target_"), str):
         raise ConfigError(
-            f"{at}: choose an option of the group, e.g. {at}={'ppo' if at == 'algo' else '<name>'}; it needs a _target_"
+            f"{at}: choose an option of the group, e.g. {at}={'ppo' if at == 'algo' else '<name>'}; it "
+            f"needs a _target_"
         )
     import hydra.utils
 
@@ -398,7 +415,8 @@ def _with_target(target: str, section: Any) -> dict[str, Any]:
 
 
 def check_spaces(config: Config) -> None:
-    """Make one env, and check that algorithm and network can work with its spaces (and that it renders, for a video).
+    """Make one env, and check that algorithm and network can work with its spaces (and that it renders, for a
+    video).
 
     Raises:
         ConfigError: naming `env.id`, `algo` or `network` and what fits.
@@ -413,7 +431,8 @@ def check_spaces(config: Config) -> None:
     if kind not in supported:
         name = config.algo_target.rpartition(".")[2]
         raise ConfigError(
-            f"algo: {name} acts in {' and '.join(supported)} action spaces, but env.id={config.env.id} has {action_space}"
+            f"algo: {name} acts in {' and '.join(supported)} action spaces, but env.id={config.env.id} "
+            f"has {action_space}"
         )
     config.network.check(observation_space)
 
@@ -436,7 +455,8 @@ def check_device(device: str) -> None:
 
 
 def cuda_devices() -> int:
-    """How many CUDA devices this process may use, asked of the driver itself so that torch need not be imported."""
+    """How many CUDA devices this process may use, asked of the driver itself so that torch need not be
+    imported."""
     import ctypes
 
     try:

@@ -1,8 +1,9 @@
 """Action distributions: sampled in NumPy while acting, evaluated in torch while learning.
 
-The actor's head puts out `outputs` [N, K]: logits, or means beside which a state-independent log standard deviation `logstd` [K]
-is learnt (None where the distribution has none). `noise` draws the randomness of a whole rollout at once, so that a step of
-acting is an addition and the state of the stream is known between rollouts.
+The actor's head puts out `outputs` [N, K]: logits, or means beside which a state-independent log standard
+deviation `logstd` [K] is learnt (None where the distribution has none). `noise` draws the randomness of a
+whole rollout at once, so that a step of acting is an addition and the state of the stream is known between
+rollouts.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Distribution(Protocol):
     outputs: int  # K, the size of the actor's head
     has_logstd: bool
     action_shape: tuple[int, ...]  # of one env: () or (D,)
-    action_dtype: type
+    action_dtype: Any
 
     def noise(self, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
         """Noise `[*shape, K]` for as many draws."""
@@ -41,10 +42,11 @@ class Distribution(Protocol):
 
 
 class Categorical:
-    """Independent choices among `nvec[0], nvec[1], …` actions from their logits side by side; `single`: one choice, actions [N]."""
+    """Independent choices among `nvec[0], nvec[1], …` actions from their logits side by side; `single`: one
+    choice, actions [N]."""
 
     has_logstd = False
-    action_dtype = np.int64
+    action_dtype: Any = np.int64
 
     def __init__(self, nvec: list[int], single: bool) -> None:
         self.nvec = nvec
@@ -72,24 +74,23 @@ class Categorical:
         self, outputs: Tensor, logstd: Tensor | None, actions: Tensor
     ) -> tuple[Tensor, Tensor]:
         """log softmax(logits)[a] and −Σ p log p, summed over the choices."""
-        actions = actions.unsqueeze(-1) if self.single else actions
-        chosen, entropy = [], []
-        for i, logits in enumerate(outputs.split(self.nvec, dim=-1)):
-            logp = F.log_softmax(logits, dim=-1)
-            chosen.append(logp.gather(-1, actions[:, i : i + 1]).squeeze(-1))
-            entropy.append(-(logp.exp() * logp).sum(-1))
-        return (
-            (chosen[0], entropy[0])
-            if self.single
-            else (torch.stack(chosen).sum(0), torch.stack(entropy).sum(0))
-        )
+        if self.single:
+            logp = F.log_softmax(outputs, dim=-1)
+            return logp.gather(-1, actions.unsqueeze(-1)).squeeze(-1), -(logp.exp() * logp).sum(-1)
+        parts = [Categorical([n], single=True) for n in self.nvec]
+        pairs = [
+            part.log_prob_and_entropy(logits, None, actions[:, i])
+            for i, (part, logits) in enumerate(zip(parts, outputs.split(self.nvec, dim=-1), strict=True))
+        ]
+        logprobs, entropies = zip(*pairs, strict=True)
+        return torch.stack(logprobs).sum(0), torch.stack(entropies).sum(0)
 
 
 class DiagonalGaussian:
     """Independent normal distributions with a state-independent standard deviation."""
 
     has_logstd = True
-    action_dtype = np.float32
+    action_dtype: Any = np.float32
 
     def __init__(self, size: int) -> None:
         self.outputs = size
@@ -110,7 +111,8 @@ class DiagonalGaussian:
     def log_prob_and_entropy(
         self, outputs: Tensor, logstd: Tensor | None, actions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """log N(a; μ, σ) = −½((a − μ)/σ)² − log σ − ½ log 2π and its entropy ½ + ½ log 2π + log σ, summed over dimensions."""
+        """log N(a; μ, σ) = −½((a − μ)/σ)² − log σ − ½ log 2π and its entropy ½ + ½ log 2π + log σ, summed
+        over dimensions."""
         assert logstd is not None
         z = (actions - outputs) * (-logstd).exp()
         constant = logstd.sum() + 0.5 * math.log(2 * math.pi) * self.outputs

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 
 class ConfigError(Exception):
-    """The configuration asks for something impossible; the message is one plain line naming the key and what would work.
+    """The configuration asks for something impossible; the message is one plain line naming the key and what
+    would work.
 
     `launch.py` and `rl` print it without a traceback and exit with code 2.
     """
 
 
 class NonFiniteError(ArithmeticError):
-    """An observation, reward, loss or parameter became NaN or infinite; the message names which one and where."""
+    """An observation, reward, loss or parameter became NaN or infinite; the message names which one and
+    where."""

@@ -1,4 +1,5 @@
-"""Evaluation: episodes on envs of its own, with the normalisers frozen and random streams apart from training's."""
+"""Evaluation: episodes on envs of its own, with the normalisers frozen and random streams apart from
+training's."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def evaluate(
 ) -> list[EvaluationEpisode] | None:
     """Play exactly `episodes` episodes and return them in the order in which they started.
 
-    Episodes are counted by which started first, not by which ended first: counting the first to end would favour short ones.
+    Episodes are counted by which started first, not by which ended first: counting the first to end would
+    favour short ones.
 
     Args:
         env: the env family; `min(episodes, 16)` of its envs are stepped together in this process.

@@ -71,10 +71,11 @@ class Experiment:
         self.next_checkpoint = 0
         self.next_evaluation = run.eval.every
 
-    # --- the loop ------------------------------------------------------------------------------------------------------
+    # --- the loop ---------------------------------------------------------------------------------
 
     def run(self) -> Outcome:
-        """Train to the end or to a signal; whatever happens, the record says how the run stands and the sinks are closed."""
+        """Train to the end or to a signal; whatever happens, the record says how the run stands and the sinks
+        are closed."""
         status = "failed"
         try:
             with StopSignals() as self.signals:
@@ -145,7 +146,7 @@ class Experiment:
         self.files.flush()
         self.progress.update(steps)
 
-    # --- evaluation ----------------------------------------------------------------------------------------------------
+    # --- evaluation -------------------------------------------------------------------------------
 
     def _periodic_evaluation(self) -> None:
         """Evaluate unless a signal cuts it short: then it is done when the run is resumed."""
@@ -154,7 +155,8 @@ class Experiment:
             self.next_evaluation = (self.algo.env_steps // every + 1) * every
 
     def _evaluate(self) -> list[evaluation.EvaluationEpisode] | None:
-        """Play and record the evaluation that belongs to this env step; its seed is a function of the step alone."""
+        """Play and record the evaluation that belongs to this env step; its seed is a function of the step
+        alone."""
         run, steps, start = self.config.run, self.algo.env_steps, time.perf_counter()
         video = self.directory / "videos" / f"step_{steps:09d}.mp4"
         generators = global_generators_state()
@@ -189,7 +191,7 @@ class Experiment:
         self.trained_seconds = self.seconds
         return self._evaluate()
 
-    # --- starting and stopping -----------------------------------------------------------------------------------------
+    # --- starting and stopping --------------------------------------------------------------------
 
     def _start(self) -> None:
         """Open the directory, the state to continue from, and the sinks."""
@@ -227,7 +229,8 @@ class Experiment:
             logger.open(info, logger_states.get(name))
 
     def _copy_history(self) -> None:
-        """Take along what the other run measured up to its checkpoint; `_restore` cuts off what came after."""
+        """Take along what the other run measured up to its checkpoint; `_restore` cuts off what came
+        after."""
         assert self.resumed_from is not None
         for name in ("metrics.jsonl", "episodes.csv", "evaluations.csv"):
             source = self.resumed_from.parent.parent / name
@@ -235,7 +238,8 @@ class Experiment:
                 shutil.copyfile(source, self.directory / name)
 
     def _record_start(self, record: dict[str, Any], started: dict[str, Any]) -> None:
-        """Write what identifies and reproduces the run: configuration, provenance, the code's difference from its commit."""
+        """Write what identifies and reproduces the run: configuration, provenance, the code's difference from
+        its commit."""
         from omegaconf import OmegaConf
 
         rundir.replace_text(
@@ -338,7 +342,8 @@ class Experiment:
         return Outcome("completed", steps, objective)
 
     def _record_failure(self, error: Exception) -> None:
-        """Say in the record what went wrong and where; the disk may be what failed, so this must not hide the error."""
+        """Say in the record what went wrong and where; the disk may be what failed, so this must not hide the
+        error."""
         steps = self.algo.env_steps
         log.error("failed at step %s: %s: %s", f"{steps:,}", type(error).__name__, error)
         try:
@@ -349,7 +354,8 @@ class Experiment:
             log.error("run.json could not be updated: %s", second)
         if isinstance(error, NonFiniteError):
             error.args = (
-                f"{error} at env step {steps}; the last good checkpoint is {checkpoint.newest(self.directory / 'checkpoints')}",
+                f"{error} at env step {steps}; the last good checkpoint is "
+                f"{checkpoint.newest(self.directory / 'checkpoints')}",
             )
 
 
@@ -378,7 +384,8 @@ def warm_start(algo: Algorithm, path: str) -> None:
 
 
 def load_weights(algo: Algorithm, state: dict[str, Any]) -> None:
-    """Put the networks and normalisers of a checkpoint's state into `algo`, leaving its other state as it is."""
+    """Put the networks and normalisers of a checkpoint's state into `algo`, leaving its other state as it
+    is."""
     own = algo.state_dict()
     saved = state["algorithm"]
     algo.load_state_dict({**own, "networks": saved["networks"], "normalizers": saved["normalizers"]})

@@ -42,20 +42,23 @@ def run_job(cfg: DictConfig) -> float | None:
 
 
 def completed(plan: resume.Plan, directory: Path) -> float | None:
-    """The objective of a run that is complete already, with a line that says so; None while there is something to train."""
+    """The objective of a run that is complete already, with a line that says so; None while there is
+    something to train."""
     if plan.checkpoint is None or not (directory / "run.json").exists():
         return None
     record = rundir.read(directory)
     if record.get("status") != "completed" or record["env_steps"] < plan.config.run.total_timesteps:
         return None
     print(
-        f"{directory} is complete at step {record['env_steps']:,}; total_timesteps=N with a larger N trains on"
+        f"{directory} is complete at step {record['env_steps']:,}; total_timesteps=N with a larger N "
+        f"trains on"
     )
     return float(record["result"]["objective"])
 
 
 def limit_threads(config: Config) -> None:
-    """Set the thread counts of torch and of the BLAS under NumPy, before torch is imported where it is not yet."""
+    """Set the thread counts of torch and of the BLAS under NumPy, before torch is imported where it is not
+    yet."""
     threads = config.run.torch_threads or len(os.sched_getaffinity(0))
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ.setdefault(variable, str(threads))

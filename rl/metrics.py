@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 
 class FinishedEpisode(NamedTuple):
-    """A training episode that ended: at which env step of the run, in which env, raw return and length in steps."""
+    """A training episode that ended: at which env step of the run, in which env, raw return and length in
+    steps."""
 
     env_steps: int
     env: int

@@ -36,8 +36,7 @@ _SLURM = (
 # Whatever the user's own configuration says about diffs, `git apply` must understand these
 _DIFF = (
     "-c", "diff.noprefix=false", "-c", "diff.mnemonicPrefix=false", "-c", "core.quotePath=true", "diff",
-    "--binary", "--no-color", "--no-ext-diff", "--no-textconv", "--submodule=short", "--no-relative",
-    "--unified=3",
+    "--binary", "--no-color", "--no-ext-diff", "--no-textconv", "--submodule=short", "--unified=3",
 )
 # fmt: on
 _GIT_TIMEOUT = 10.0  # seconds
@@ -74,7 +73,7 @@ def diff(root: Path | None = None) -> str:
 
     Changes to tracked files, and untracked text files that git does not ignore: up to 1 MB each and 10 MB in
     all, and none whose name suggests a secret. Empty when there is nothing, no git, or no repository. Bytes
-    that are not UTF-8 come as surrogates: write the result with `encoding="utf-8", errors="surrogateescape"`.
+    that are not UTF-8 come as surrogates: write it with `rundir.replace_text`, which turns them back.
     """
     top = _repository(root or _ROOT)
     if top is None:

@@ -1,8 +1,10 @@
-"""Where a run starts: afresh, where an earlier process of it stopped, or as a branch of another run's checkpoint.
+"""Where a run starts: afresh, where an earlier process of it stopped, or as a branch of another run's
+checkpoint.
 
 `resume=auto` continues in a run directory that already has a checkpoint; `resume=<run>` continues that run;
-`resume=<checkpoint>` continues in place when it is the run's newest and otherwise branches into a directory of its own,
-so that what was trained after that checkpoint is kept. The configuration is the run's; only MUTABLE keys may change.
+`resume=<checkpoint>` continues in place when it is the run's newest and otherwise branches into a directory
+of its own, so that what was trained after that checkpoint is kept. The configuration is the run's; only
+MUTABLE keys may change.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ UNRECORDED = (
 
 @dataclass
 class Plan:
-    """What a process is to run, from which checkpoint (None: afresh), and in which directory (None: a new one)."""
+    """What a process is to run, from which checkpoint (None: afresh), and in which directory (None: a new
+    one)."""
 
     config: Config
     checkpoint: Path | None = None
@@ -46,8 +49,8 @@ def plan(cfg: DictConfig, overrides: list[str], directory: Path | None) -> Plan:
         directory: the run directory, where it has been chosen already.
 
     Raises:
-        ConfigError: the path to resume from is not there, holds no usable checkpoint or is being trained right now;
-            or a key was changed that a resumed run may not change.
+        ConfigError: the path to resume from is not there, holds no usable checkpoint or is being trained
+            right now; or a key was changed that a resumed run may not change.
     """
     resume = str(cfg.resume)
     if resume == "never" or (resume == "auto" and directory is None):
@@ -82,7 +85,8 @@ def locate(path: str, key: str = "resume") -> tuple[Path | None, Path]:
     given = Path(path).expanduser().resolve()
     if not given.exists():
         raise ConfigError(
-            f"{key}={path}: there is no such run or checkpoint; `rl show` on a folder below runs/ lists what is there"
+            f"{key}={path}: there is no such run or checkpoint; `rl show` on a folder below runs/ lists "
+            f"what is there"
         )
     if (given / "manifest.json").exists():
         try:
@@ -96,7 +100,8 @@ def locate(path: str, key: str = "resume") -> tuple[Path | None, Path]:
     newest = checkpoint.newest(given / "checkpoints")
     if newest is None:
         raise ConfigError(
-            f"{key}={path}: no usable checkpoint below {given / 'checkpoints'}; name a run directory that has one"
+            f"{key}={path}: no usable checkpoint below {given / 'checkpoints'}; name a run directory "
+            f"that has one"
         )
     return given, newest
 
@@ -106,15 +111,16 @@ def refuse_if_alive(run: Path) -> None:
     record = rundir.read(run) if (run / "run.json").exists() else {}
     if record.get("status") == "running" and rundir.process_exists(record):
         raise ConfigError(
-            f"resume={run}: it is being trained by process {record['pid']} on {record['host']}; stop that one first"
+            f"resume={run}: it is being trained by process {record['pid']} on {record['host']}; stop "
+            f"that one first"
         )
 
 
 def _continued(path: Path, cfg: DictConfig, overrides: list[str] | None) -> Config:
-    """The saved configuration with the mutable keys that were given: by `overrides`, or (None) wherever `cfg` differs."""
+    """The saved configuration with the mutable keys that were given: by `overrides`, or (None) wherever `cfg`
+    differs."""
     saved: dict[str, Any] = checkpoint.load(path)[1]["config"]
-    composed = OmegaConf.to_container(cfg, resolve=True)
-    assert isinstance(composed, dict)
+    composed: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     if overrides is None:
         composed = check(cfg).resolved
         keys = [key for key in _leaves(composed) if _select(composed, key) != _select(saved, key)]

@@ -232,9 +232,14 @@ def process_identity() -> dict[str, Any]:
 
 
 def process_exists(identity: Mapping[str, Any]) -> bool | None:
-    """Whether the process that `process_identity` described still runs; None if another host must say."""
+    """Whether the process that `process_identity` described still runs; None if another host must say.
+
+    False where `identity` names no process.
+    """
     import psutil
 
+    if not {"host", "pid", "process_started"} <= identity.keys():
+        return False
     if identity["host"] != socket.gethostname():
         return None
     try:
@@ -254,9 +259,7 @@ def is_alive(record: Mapping[str, Any]) -> bool:
     True for a run on another host, of which nothing can be known here; false where the record names no
     process.
     """
-    if record.get("status") != "running" or not {"host", "pid", "process_started"} <= record.keys():
-        return False
-    return process_exists(record) is not False
+    return record.get("status") == "running" and process_exists(record) is not False
 
 
 # --- Replacing files so that a kill never shows ----------------------------------------------------------
@@ -270,10 +273,13 @@ def temporary_path(path: Path) -> Path:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write `text` and put it at `path` in one step. Raises OSError, leaving the former file as it was."""
+    """Write `text` and put it at `path` in one step. Raises OSError, leaving the former file as it was.
+
+    Bytes that `provenance.diff` could not decode are written as they were.
+    """
     temporary = temporary_path(path)
     try:
-        with open(temporary, "x", encoding="utf-8") as file:
+        with open(temporary, "x", encoding="utf-8", errors="surrogateescape", newline="") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -11,7 +11,8 @@ STREAMS = ("envs", "actions", "networks", "minibatches", "replay", "evaluation",
 
 
 class Streams:
-    """Named streams of one seed: a child of `SeedSequence(seed)` each, so neighbouring seeds and streams share nothing."""
+    """Named streams of one seed: a child of `SeedSequence(seed)` each, so neighbouring seeds and streams
+    share nothing."""
 
     def __init__(self, seed: int) -> None:
         self._children = dict(zip(STREAMS, np.random.SeedSequence(seed).spawn(len(STREAMS)), strict=True))
@@ -41,12 +42,13 @@ def set_generator_state(generator: np.random.Generator, state: dict[str, Any]) -
 
 
 def seed_global_generators(streams: Streams) -> None:
-    """Seed the global generators of Python, NumPy and torch: nothing here draws from them, a user's env or network may."""
+    """Seed the global generators of Python, NumPy and torch: nothing here draws from them, a user's env or
+    network may."""
     import torch
 
     seed = streams.integer("others")
     random.seed(seed)
-    np.random.seed(seed % 2**32)
+    np.random.seed(seed % 2**32)  # noqa: NPY002
     torch.manual_seed(seed)
 
 
@@ -54,7 +56,7 @@ def global_generators_state() -> dict[str, Any]:
     """The states of the global generators of Python, NumPy and torch, for a checkpoint."""
     import torch
 
-    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002
     version, words, gauss_next = random.getstate()
     return {
         "python": {"version": version, "words": np.array(words, dtype=np.int64), "gauss_next": gauss_next},
@@ -69,7 +71,6 @@ def set_global_generators_state(state: dict[str, Any]) -> None:
 
     python, legacy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(int(word) for word in python["words"]), python["gauss_next"]))
-    np.random.set_state(
-        (legacy["name"], legacy["keys"], legacy["position"], legacy["has_gauss"], legacy["gauss"])
-    )
+    gauss = (legacy["has_gauss"], legacy["gauss"])
+    np.random.set_state((legacy["name"], legacy["keys"], legacy["position"], *gauss))  # noqa: NPY002
     torch.set_rng_state(state["torch"])

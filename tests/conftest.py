@@ -1,4 +1,5 @@
-"""What tests share: composing a configuration as the command line does, training it in this process, reading what it wrote."""
+"""What tests share: composing a configuration as the command line does, training it in this process, reading
+what it wrote."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ torch.set_num_threads(1)
 
 
 def configure(*overrides: str) -> Config:
-    """The checked configuration that `python launch.py <overrides>` would run, without trackers unless asked for."""
+    """The checked configuration that `python launch.py <overrides>` would run, without trackers unless asked
+    for."""
     quiet = [] if any(o.startswith("logger=") for o in overrides) else ["logger=none"]
     with initialize_config_dir(str(commandline.CONF), version_base="1.3"):
         return check(compose("config", commandline.opened([*quiet, *overrides])))
@@ -64,8 +66,13 @@ def launch(
     """`python launch.py <arguments>` as a user runs it."""
     return subprocess.run(
         [sys.executable, str(ROOT / "launch.py"), *arguments],
-        cwd=cwd, env={**os.environ, **(env or {})}, capture_output=True, text=True, timeout=timeout, check=False,
-    )  # fmt: skip
+        cwd=cwd,
+        env={**os.environ, **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
 
 
 def lines(directory: Path) -> list[dict[str, Any]]:

@@ -219,6 +219,16 @@ class OwnGenerator(Probe):
         return self.own.uniform(-1.0, 1.0, 1).astype(np.float32)
 
 
+class NoGenerator(ThreeSteps):
+    """Never touches the generator that gymnasium would give it."""
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        self.steps = 0
+        return self.observe(), {}
+
+
 class RaisesAfter(Probe):
     """Raises ValueError on step `steps` of its first episode."""
 
@@ -307,6 +317,7 @@ for _probe in (
     IntegerObs,
     RandomWalk,
     OwnGenerator,
+    NoGenerator,
     RaisesAfter,
     RaisesOddError,
     NaNAfter,

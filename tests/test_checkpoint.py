@@ -390,8 +390,47 @@ for line in sys.stdin:  # one child for each line, so that imports are paid for 
     print("dead", flush=True)
 """
 
+STOPPED = """
+import itertools, os, pathlib, shutil, sys, numpy as np
+from rl import checkpoint
+folder = pathlib.Path(sys.argv[1])
+
+def save(step):
+    checkpoint.save(folder, {"step": step, "a": np.full(9, step)}, env_steps=step, config={}, keep=1)
+
+def stop(name, _):  # before the n-th operation on files: open, os.mkdir, os.rename, os.remove, ...
+    global left
+    if name == "open" or name.startswith(("os.", "shutil.")):
+        left -= 1
+        if left < 0:
+            os._exit(9)
+
+save(1)
+for number in itertools.count():
+    child = os.fork()
+    if child == 0:
+        left = number
+        sys.addaudithook(stop)
+        save(2)
+        os._exit(0)
+    done = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    steps = [checkpoint.load(path)[0]["step"] for path in folder.glob("step_*")]  # all are whole
+    assert steps and checkpoint.newest(folder).name == f"step_{max(steps):09d}", (number, steps)
+    if done:
+        break
+    shutil.rmtree(folder)
+    save(1)
+print(number, sorted(path.name for path in folder.iterdir()))
+"""
+
 
 class TestKill:
+    def test_before_each_file_operation(self, tmp_path: Path) -> None:
+        command = [sys.executable, "-c", STOPPED, str(tmp_path / "c")]
+        done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+        number, names = done.stdout.split(maxsplit=1)
+        assert int(number) > 15 and names == "['latest', 'step_000000002']\n"
+
     def test_at_any_moment_the_last_complete_one_is_usable(self, tmp_path: Path) -> None:
         pipe = subprocess.PIPE
         command = [sys.executable, "-c", KILLED, str(tmp_path)]
@@ -412,6 +451,8 @@ class TestKill:
                 if newest is None:
                     assert last == 0
                     continue
+                for path in tmp_path.glob("step_*"):  # a name stands for something whole
+                    checkpoint.load(path)
                 state = checkpoint.load(newest)[0]
                 assert newest.name == f"step_{state['step']:09d}" and state["step"] >= last
                 assert (state["a"] == state["step"]).all() and state["list"] == [state["step"]] * 500

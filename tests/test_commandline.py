@@ -1,4 +1,5 @@
-"""Mistakes on the command line: one plain line, exit code 2, nothing left behind, and no torch imported before it."""
+"""Mistakes on the command line: one plain line, exit code 2, nothing left behind, and no torch imported
+before it."""
 
 from __future__ import annotations
 
@@ -162,7 +163,8 @@ class TestPrecedence:
 
     def compose(self, tmp_path: Path, *arguments: str) -> OmegaConf:
         files = {
-            "experiment/study.yaml": "# @package _global_\nseed: 11\nenv: {num_envs: 6}\nalgo: {gamma: 0.5}\ntags: [study]\n",
+            "experiment/study.yaml": "# @package _global_\nseed: 11\nenv: {num_envs: 6}\nalgo: "
+            "{gamma: 0.5}\ntags: [study]\n",
             "local/default.yaml": "# @package _global_\ntags: [here]\nalgo: {gae_lambda: 0.25}\n",
             "debug/mine.yaml": "# @package _global_\nalgo: {gae_lambda: 0.125, clip_coef: 0.3}\n",
         }
@@ -283,7 +285,8 @@ class TestResumeKeys:
         folder = tmp_path_factory.mktemp("resume")
         result = launch(
             "total_timesteps=1024",
-            "checkpoint.every=512", "checkpoint.keep=0",
+            "checkpoint.every=512",
+            "checkpoint.keep=0",
             "logger=none",
             "eval.episodes=1",
             "hydra.run.dir=run",
@@ -305,7 +308,8 @@ class TestResumeKeys:
     def test_the_same_command_in_the_same_directory_continues(self, run: Path) -> None:
         same = [
             "total_timesteps=1024",
-            "checkpoint.every=512", "checkpoint.keep=0",
+            "checkpoint.every=512",
+            "checkpoint.keep=0",
             "logger=none",
             "eval.episodes=1",
             "hydra.run.dir=run",

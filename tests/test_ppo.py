@@ -37,7 +37,8 @@ def learned_values(obs: list[list[float]], iterations: int, *overrides: str) -> 
 
 class TestLosses:
     def test_policy_loss_clips_what_would_gain_and_not_what_would_lose(self) -> None:
-        # ρ = 1.5 with A = 1 is clipped to 1.2; ρ = 0.5 with A = −1 to 0.8; ρ = 0.5 with A = 1 and ρ = 1.5 with A = −1 are not
+        # ρ = 1.5 with A = 1 is clipped to 1.2; ρ = 0.5 with A = −1 to 0.8; ρ = 0.5 with A = 1 and ρ = 1.5
+        # with A = −1 are not
         logratio = torch.tensor([1.5, 0.5, 0.5, 1.5]).log()
         advantages = torch.tensor([1.0, -1.0, 1.0, -1.0])
         expected = -(1.2 - 0.8 + 0.5 - 1.5) / 4
@@ -97,7 +98,8 @@ class TestValues:
         )
 
     def test_without_bootstrapping_the_time_limit_looks_like_an_end(self) -> None:
-        # the same env with CleanRL's zero at the limit: the mean over t of (1 − 0.9^(10−t))/(1 − 0.9), t = 0…9
+        # the same env with CleanRL's zero at the limit: the mean over t of (1 − 0.9^(10−t))/(1 − 0.9), t =
+        # 0…9
         expected = np.mean([(1 - 0.9**left) / 0.1 for left in range(1, 11)])
         value = learned_values(
             [[0.0]], 150, "env.id=tests.probes:ConstantReward-v0", "algo.bootstrap_truncated=false"
@@ -126,21 +128,30 @@ class TestRollout:
         return ppo, batch
 
     def test_returns_do_not_leak_across_an_episode_boundary(self) -> None:
-        # λ = 1 and γ = 1 make returns plain sums to the episode's end: 10…1 times +1, then 10…1 times −100, then again
+        # λ = 1 and γ = 1 make returns plain sums to the episode's end: 10…1 times +1, then 10…1 times −100,
+        # then again
         _, batch = self.rollout(
-            "env.id=tests.probes:AlternatingReward-v0", "env.num_envs=1", "algo.num_steps=40", "algo.gae_lambda=1",
-            "algo.gamma=1", "total_timesteps=40",
-        )  # fmt: skip
+            "env.id=tests.probes:AlternatingReward-v0",
+            "env.num_envs=1",
+            "algo.num_steps=40",
+            "algo.gae_lambda=1",
+            "algo.gamma=1",
+            "total_timesteps=40",
+        )
         left = np.arange(10, 0, -1)
         expected = np.concatenate([left, -100 * left, left, -100 * left])
         np.testing.assert_allclose(batch["returns"].numpy(), expected, rtol=1e-5)
 
     def test_true_successor_counts_at_a_time_limit(self) -> None:
-        # The counter is cut after 7 steps: with λ = 0 the return of a step is r + γ V(next step), never V of the new episode
+        # The counter is cut after 7 steps: with λ = 0 the return of a step is r + γ V(next step), never V
+        # of the new episode
         ppo, batch = self.rollout(
-            "env.id=tests.probes:Counter-v0", "env.num_envs=2", "algo.num_steps=20", "algo.gae_lambda=0",
+            "env.id=tests.probes:Counter-v0",
+            "env.num_envs=2",
+            "algo.num_steps=20",
+            "algo.gae_lambda=0",
             "total_timesteps=40",
-        )  # fmt: skip
+        )
         obs = batch["obs"].clone()
         successor = obs + torch.tensor([1.0, 0.0])
         with torch.no_grad():
@@ -243,7 +254,7 @@ class TestNonFinite:
         ppo = algorithm()
         with torch.no_grad():
             ppo.agent.critic[1].bias.fill_(float("nan"))
-        with pytest.raises(NonFiniteError, match="losses/value_loss"):
+        with pytest.raises(NonFiniteError, match="losses/policy_loss"):
             ppo.iterate()
         ppo.close()
 

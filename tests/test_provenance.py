@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from rl import provenance
+from rl.rundir import replace_text
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -54,7 +55,7 @@ def apply(top: Path, patch: str, tmp_path: Path) -> dict[str, bytes]:
     clone = tmp_path / "clone"
     git(tmp_path, "clone", "--quiet", str(top), str(clone))
     file = tmp_path / "diff.patch"
-    file.write_text(patch, encoding="utf-8", errors="surrogateescape")
+    replace_text(file, patch)
     if patch:
         git(clone, "apply", str(file))
     return tree(clone)

@@ -211,12 +211,14 @@ class TestRunJson:
         )
         rundir.update(tmp_path, status="running", n=0, text="")
         with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT) as writer:
-            seen = set()
-            while len(seen) < 50:
-                record = rundir.read(tmp_path)
-                assert len(record["text"]) == record["n"] % 9000
-                seen.add(record["n"])
-            writer.kill()
+            try:
+                seen = set()
+                while len(seen) < 50:
+                    record = rundir.read(tmp_path)
+                    assert len(record["text"]) == record["n"] % 9000
+                    seen.add(record["n"])
+            finally:
+                writer.kill()
         rundir.update(tmp_path, status="failed")
         assert [path.name for path in tmp_path.iterdir()] == ["run.json"]  # what the kill left is gone
 

@@ -1,7 +1,8 @@
 """The algorithms, one file each, and what they all offer.
 
-`state_dict()` has the keys `networks` and `normalizers`, which are enough to act and are what a warm start takes over, and
-further ones as the algorithm needs. `load_state_dict` returns notes for the user: what could not be restored exactly.
+`state_dict()` has the keys `networks` and `normalizers`, which are enough to act and are what a warm start
+takes over, and further ones as the algorithm needs. `load_state_dict` returns notes for the user: what could
+not be restored exactly.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class Policy(Protocol):
     def __call__(
         self, obs: np.ndarray, state: Any, rng: np.random.Generator | None
     ) -> tuple[np.ndarray, Any]:
-        """Actions [N, …] for observations [N, …] and the next state; `rng` None: deterministic, else sampled."""
+        """Actions [N, …] for observations [N, …] and the next state; `rng` None: deterministic, else
+        sampled."""
 
 
 class Algorithm(Protocol):

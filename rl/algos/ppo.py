@@ -1,13 +1,14 @@
 """Proximal policy optimisation (Schulman et al. 2017, https://arxiv.org/abs/1707.06347), clipped surrogate.
 
-A rollout of `num_steps` in each of `num_envs` envs, advantages by GAE, then `update_epochs` passes over it in minibatches.
-Of what the paper leaves out it does what CleanRL does: orthogonal initialisation, Adam's epsilon 1e-5, annealed step size,
-advantages normalised per minibatch, clipped value loss, global gradient clipping (Huang et al. 2022, "The 37
-implementation details of PPO").
+A rollout of `num_steps` in each of `num_envs` envs, advantages by GAE, then `update_epochs` passes over it in
+minibatches. Of what the paper leaves out it does what CleanRL does: orthogonal initialisation, Adam's epsilon
+1e-5, annealed step size, advantages normalised per minibatch, clipped value loss, global gradient clipping
+(Huang et al. 2022, "The 37 implementation details of PPO").
 
 Where it differs from CleanRL:
 - an episode that a time limit cut is bootstrapped with V(next_obs); `bootstrap_truncated=false` puts 0 there;
-- actions are sampled with a NumPy forward pass, and log-probabilities and values of the rollout computed in one batch after it;
+- actions are sampled with a NumPy forward pass, and log-probabilities and values of the rollout computed in
+  one batch after it;
 - the losses reported are means over the minibatches of the iteration, not those of the last one;
 - a step size annealed over N iterations counts the last, partial one: N = ⌈total_timesteps / batch⌉.
 CartPole-v1 reaches 490 ± 6 in 500k steps, HalfCheetah-v4 1443 ± 46 in 1M (CleanRL); benchmarks/ has ours.
@@ -33,7 +34,7 @@ from rl.errors import ConfigError, NonFiniteError
 from rl.metrics import FinishedEpisode, Metrics
 from rl.networks.initialisers import layer_init
 from rl.networks.numpy_forward import numpy_forward
-from rl.optim import load_optimizer_state, optimizer_state
+from rl.optim import clip_grad_norm, flatten_parameters, load_optimizer_state, optimizer_state
 from rl.returns import gae
 from rl.seeding import generator_state, set_generator_state
 
@@ -62,22 +63,26 @@ class PPOConfig:
     bootstrap_truncated: bool = bounded()
 
     def check(self, run: Any, env: Any) -> None:
-        """Raise ConfigError where the rollout does not divide into minibatches or the run is shorter than one."""
+        """Raise ConfigError where the rollout does not divide into minibatches or the run is shorter than
+        one."""
         batch = env.num_envs * self.num_steps
         if batch % self.num_minibatches:
             fits = max(n for n in range(1, self.num_minibatches) if batch % n == 0)
             raise ConfigError(
-                f"algo.num_minibatches={self.num_minibatches} does not divide the batch of env.num_envs × algo.num_steps = "
+                f"algo.num_minibatches={self.num_minibatches} does not divide the batch of env.num_envs "
+                f"× algo.num_steps = "
                 f"{env.num_envs} × {self.num_steps} = {batch}; algo.num_minibatches={fits} does"
             )
         if self.norm_adv and batch == self.num_minibatches:
             raise ConfigError(
-                f"algo.num_minibatches={self.num_minibatches} leaves minibatches of 1, whose advantages cannot be normalised; "
+                f"algo.num_minibatches={self.num_minibatches} leaves minibatches of 1, whose advantages "
+                f"cannot be normalised; "
                 f"use fewer, or algo.norm_adv=false"
             )
         if run.total_timesteps < batch:
             raise ConfigError(
-                f"total_timesteps={run.total_timesteps} is below one batch of env.num_envs × algo.num_steps = {batch}; "
+                f"total_timesteps={run.total_timesteps} is below one batch of env.num_envs × "
+                f"algo.num_steps = {batch}; "
                 f"total_timesteps={batch} is the least"
             )
 
@@ -95,6 +100,12 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_coef: f
         return 0.5 * unclipped.mean()
     clipped = old_values + (values - old_values).clamp(-clip_coef, clip_coef)
     return 0.5 * torch.max(unclipped, (clipped - returns).square()).mean()
+
+
+def approximate_kl(logratio: Tensor) -> Tensor:
+    """KL(π_old ‖ π) over the last axis by the low-variance estimate (ρ − 1) − log ρ,
+    http://joschu.net/blog/kl-approx.html."""
+    return (logratio.exp() - 1 - logratio).mean(-1)
 
 
 class Agent(nn.Module):
@@ -165,9 +176,11 @@ class PPO:
 
         torch.manual_seed(context.streams.integer("networks"))
         self.agent = Agent(network, observation_shape, self.distribution).to(self.device)
+        self.flat, self.grad = flatten_parameters(self.agent)
         self.optimizer = torch.optim.Adam(
-            self.agent.parameters(), lr=config.learning_rate, eps=config.adam_eps, fused=True
+            [self.flat], lr=config.learning_rate, eps=config.adam_eps, fused=True
         )
+        self.bf16 = context.precision == "bf16"
         self.obs_normalizer = ObsNormalizer(observation_shape, env.clip_obs) if env.normalize_obs else None
         self.reward_normalizer = (
             RewardNormalizer(self.num_envs, config.gamma, env.clip_reward) if env.normalize_reward else None
@@ -192,7 +205,8 @@ class PPO:
         return Metrics(scalars, episodes)
 
     def collect(self) -> tuple[dict[str, Tensor], list[FinishedEpisode]]:
-        """Act for `num_steps` in every env; the rollout as flat tensors [T·N, …] on the device, and finished episodes."""
+        """Act for `num_steps` in every env; the rollout as flat tensors [T·N, …] on the device, and finished
+        episodes."""
         steps, n = self.config.num_steps, self.num_envs
         actor = numpy_forward(self.agent.actor)
         std = None if self.agent.logstd is None else self.agent.logstd.detach().exp().cpu().numpy()
@@ -220,7 +234,7 @@ class PPO:
                 episodes += [
                     FinishedEpisode(self.env_steps, e.env, e.episodic_return, e.length) for e in step.episodes
                 ]
-                only_cut = np.flatnonzero(step.truncated & ~step.terminated)
+                only_cut = np.flatnonzero(step.truncated & ~step.terminated).tolist()
                 cut += [(t, i, step.next_obs[i]) for i in only_cut]
         self.obs = obs[steps]
         return self._evaluate_rollout(obs, actions, rewards, terminated, truncated, cut), episodes
@@ -269,26 +283,28 @@ class PPO:
         if c.anneal_lr:  # lr at iteration i of N is lr · (1 − (i − 1)/N)
             learning_rate *= max(0.0, 1 - (self.iteration - 1) / self.num_iterations)
         self.optimizer.param_groups[0]["lr"] = learning_rate
-        parameters = list(self.agent.parameters())
-        self.minibatch_losses: list[Tensor] = []
+        losses: list[tuple[Tensor, ...]] = []
         for _ in range(c.update_epochs):
             order = torch.from_numpy(self.minibatch_rng.permutation(self.batch_size)).to(self.device)
-            shuffled = {name: tensor[order].split(self.minibatch_size) for name, tensor in batch.items()}
+            minibatches = {name: x[order].unflatten(0, (c.num_minibatches, -1)) for name, x in batch.items()}
+            if c.norm_adv:  # each minibatch by its own mean and deviation
+                a = minibatches["advantages"]
+                minibatches["advantages"] = (a - a.mean(1, keepdim=True)) / (a.std(1, keepdim=True) + 1e-8)
             for i in range(c.num_minibatches):
-                with torch.autocast(
-                    self.device.type, torch.bfloat16, enabled=self.context.precision == "bf16"
-                ):
-                    loss, parts = self.losses(
-                        {name: minibatches[i] for name, minibatches in shuffled.items()}
-                    )
-                self.optimizer.zero_grad()
+                with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
+                    loss, *parts = self.losses({name: x[i] for name, x in minibatches.items()})
+                self.grad.zero_()
                 loss.backward()
-                nn.utils.clip_grad_norm_(parameters, c.max_grad_norm)
+                clip_grad_norm(self.grad, c.max_grad_norm)
                 self.optimizer.step()
-                self.minibatch_losses.append(parts)
-            if c.target_kl is not None and self.minibatch_losses[-1][4] > c.target_kl:
+                losses.append(tuple(part.detach() for part in parts))
+            if c.target_kl is not None and approximate_kl(losses[-1][-1]) > c.target_kl:
                 break
-        means = torch.stack(self.minibatch_losses).mean(0).tolist()
+        pg, v, entropy, logratio = (torch.stack(parts) for parts in zip(*losses, strict=True))
+        clipfrac = ((logratio.exp() - 1).abs() > c.clip_coef).float().mean(1)
+        stats = (pg, v, entropy, -logratio.mean(1), approximate_kl(logratio), clipfrac)
+        self.minibatch_losses = torch.stack(stats, dim=1)  # [minibatches, LOSSES]
+        means = self.minibatch_losses.mean(0).tolist()
         scalars = {f"losses/{name}": value for name, value in zip(self.LOSSES, means, strict=True)}
         self._refuse_non_finite(scalars)
         variance = batch["returns"].var(correction=0)
@@ -297,29 +313,22 @@ class PPO:
         scalars["charts/learning_rate"] = learning_rate
         return scalars
 
-    def _losses(self, mb: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """The loss of a minibatch, and its parts in the order of LOSSES, detached, [6]."""
+    def _losses(self, mb: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """The loss of a minibatch; its policy loss, value loss and entropy; and log π/π_old of each row,
+        [B]."""
         c = self.config
         outputs, values = self.agent(mb["obs"])
         logprobs, entropies = self.distribution.log_prob_and_entropy(
             outputs.float(), self.agent.logstd, mb["actions"]
         )
         logratio = logprobs - mb["logprobs"]
-        advantages = mb["advantages"]
-        if c.norm_adv:
-            advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-        pg_loss = policy_loss(logratio, advantages, c.clip_coef)
+        pg_loss = policy_loss(logratio, mb["advantages"], c.clip_coef)
         v_loss = value_loss(
             values.float(), mb["values"], mb["returns"], c.clip_coef if c.clip_vloss else None
         )
         entropy = entropies.mean()
         loss = pg_loss - c.ent_coef * entropy + c.vf_coef * v_loss
-        with torch.no_grad():  # http://joschu.net/blog/kl-approx.html
-            ratio = logratio.exp()
-            kl = (ratio - 1 - logratio).mean()
-            clipped = ((ratio - 1).abs() > c.clip_coef).float().mean()
-            parts = torch.stack((pg_loss, v_loss, entropy, -logratio.mean(), kl, clipped))
-        return loss, parts
+        return loss, pg_loss, v_loss, entropy, logratio
 
     def _normalize(self, obs: np.ndarray, update: bool = True) -> np.ndarray:
         return obs if self.obs_normalizer is None else self.obs_normalizer(obs, update=update)
@@ -329,9 +338,9 @@ class PPO:
         for name, value in scalars.items():
             if not math.isfinite(value):
                 raise NonFiniteError(f"{name} is {value}")
-        for name, parameter in self.agent.named_parameters():
-            if not bool(parameter.isfinite().all()):
-                raise NonFiniteError(f"parameter {name} is not finite after the update")
+        if not bool(self.flat.isfinite().all()):
+            bad = next(name for name, p in self.agent.named_parameters() if not bool(p.isfinite().all()))
+            raise NonFiniteError(f"parameter {bad} is not finite after the update")
 
     def policy(self) -> PPOPolicy:
         """The present policy, its weights and normaliser copied."""

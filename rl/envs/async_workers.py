@@ -37,7 +37,7 @@ _INIT, _MAP, _RESET, _STEP, _RENDER, _SAVE, _LOAD, _CLOSE = (b"i", b"m", b"r", b
 _DONE, _ENDED, _OBJECT, _ERROR = (b".", b"e", b"+", b"!")
 
 _LEFT_TO_PARENT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)  # the parent decides what they mean
-_CLOSE_SECONDS = 3.0
+_CLOSE_SECONDS = 2.0
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _START = """
 import json, sys
@@ -141,7 +141,7 @@ class AsyncEnvs:
         return Restored(self._shared.obs.copy(), np.concatenate(exact))
 
     def close(self) -> None:
-        """End the workers, by force those that do not end within three seconds; safe to call twice."""
+        """End the workers, by force those that do not end within two seconds; safe to call twice."""
         if self._closed:
             return
         self._closed = True
@@ -381,6 +381,7 @@ class _Service:
     def __init__(self, connection: Connection, memory: int) -> None:
         self._connection = connection
         self._memory = memory
+        self._first = 0
         self._envs: Any = None
         self._shared: Any = None  # this worker's rows
 

@@ -88,6 +88,7 @@ class GymnasiumEnvs:
 
         Raises ConfigError as `check` does.
         """
+        self._check_numbers()
         num_envs = self.num_envs if num_envs is None else num_envs
         makers = [self._maker(render_mode)] * num_envs
         if (self.backend if backend is None else backend) == "sync":

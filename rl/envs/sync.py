@@ -53,7 +53,8 @@ def policy_observation_space(env: gym.Env[Any, Any]) -> spaces.Box:
         )
     dtype = np.uint8 if space.dtype == np.uint8 else np.float32
     shape = space.shape or (1,)
-    low, high = (np.asarray(bound, dtype).reshape(shape) for bound in (space.low, space.high))
+    with np.errstate(over="ignore"):  # a bound may be the largest float64
+        low, high = (np.asarray(bound, dtype).reshape(shape) for bound in (space.low, space.high))
     return spaces.Box(low, high, shape, dtype)  # type: ignore[arg-type]
 
 
@@ -199,8 +200,9 @@ class SyncEnvs:
         """See `VectorEnv.load_state_dict`.
 
         An environment is exact when replaying its running episode gives the saved observation, return, length
-        and random state, bit for bit. Another one starts a new episode, seeded from the saved seed and step
-        count.
+        and random state, bit for bit; what an environment hides from all four (Box2D worlds that outlive an
+        episode, as BipedalWalker's) cannot be seen. Another one starts a new episode, seeded from the saved
+        seed and step count.
         """
         records = state["envs"]
         if len(records) != self.num_envs:
@@ -274,12 +276,12 @@ class SyncEnvs:
         """Bring back the saved episode of environment `i`; tell whether it came out the same, bit for bit."""
         env = self._envs[i]
         seed, random_state, actions = record["seed"], record["random_state"], record["actions"]
-        if actions is None or (seed is None and random_state is None):
+        if actions is None:
             return False
         obs = np.empty(self._obs_shape[1:], self._obs_dtype)
         episodic_return = 0.0
         try:
-            if seed is None:
+            if random_state is not None:
                 env.unwrapped.np_random.bit_generator.state = copy.deepcopy(random_state)
             obs[...] = env.reset(seed=seed)[0]
             for action in self._actions.replayed(actions):
@@ -411,11 +413,9 @@ def _seed_of(seed: np.random.SeedSequence, *key: int) -> int:
 
 
 def _random_state(env: gym.Env[Any, Any]) -> dict[str, Any] | None:
-    """A copy of the state of the environment's generator; None where it has none of NumPy's new kind."""
-    try:
-        return dict(env.unwrapped.np_random.bit_generator.state)
-    except AttributeError:
-        return None
+    """The state of the environment's generator; None where it has none (`np_random` would make one)."""
+    generator = getattr(env.unwrapped, "_np_random", None)
+    return dict(generator.bit_generator.state) if isinstance(generator, np.random.Generator) else None
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,8 @@ class MLP:
         if len(observation_space.shape) != 1:
             shape = "x".join(map(str, observation_space.shape))
             raise ConfigError(
-                f"network=mlp takes vectors, but the env's observations are {shape} images; choose an env with vectors"
+                f"network=mlp takes vectors, but the env's observations are {shape} images; choose an "
+                f"env with vectors"
             )
         if any(size < 1 for size in self.hidden_sizes):
             raise ConfigError(
@@ -36,14 +38,15 @@ class MLP:
             )
 
     def build(self, observation_shape: tuple[int, ...]) -> nn.Sequential:
-        """The encoder, orthogonal with gain √2; its output has `hidden_sizes[-1]` features, see `features`."""
+        """The encoder, orthogonal with gain √2; its output has `hidden_sizes[-1]` features, see
+        `features`."""
         from torch import nn
 
         from rl.networks.initialisers import layer_init
 
         sizes = [math.prod(observation_shape), *self.hidden_sizes]
         layers: list[nn.Module] = []
-        for fan_in, fan_out in zip(sizes, sizes[1:], strict=False):
+        for fan_in, fan_out in itertools.pairwise(sizes):
             layers += [layer_init(nn.Linear(fan_in, fan_out)), getattr(nn, ACTIVATIONS[self.activation])()]
         return nn.Sequential(*layers)
 

@@ -1,7 +1,8 @@
 """Acting without torch: below a few hundred units a forward pass costs more in dispatch than in arithmetic.
 
-One observation through a 64-64 network takes some 8 µs in NumPy and 60 µs in torch on a CPU, and acting is one such pass
-per env step. Modules that are not plain stacks of linear layers and activations go through torch as usual.
+One observation through a 64-64 network takes some 8 µs in NumPy and 60 µs in torch on a CPU, and acting is
+one such pass per env step. Modules that are not plain stacks of linear layers and activations go through
+torch as usual.
 """
 
 from __future__ import annotations
