@@ -40,8 +40,7 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
     device: Annotated[str, typer.Option(help="auto | cpu | cuda | cuda:N")] = "cpu",
 ) -> None:
-    """Play episodes with the policy of a run's newest checkpoint, while it trains or after; nothing of the
-    run is changed."""
+    """Play episodes with the policy in a run's newest checkpoint, also while the run trains."""
     from rl.resume import locate
 
     directory, path = locate(str(run), key="RUN")
@@ -218,6 +217,7 @@ def _print_run(facts: dict[str, Any]) -> None:
         "starts": "; ".join(f"{s['time']} at step {s['env_steps']:,}" for s in facts.get("starts", [])),
         "notes": "; ".join(note for s in facts.get("starts", []) for note in s["notes"]) or "-",
         "code": f"{str(git.get('commit'))[:12]}{' with changes' if git.get('dirty') else ''}",
+        "command": " ".join(provenance.get("command", [])),
         "host": f"{facts.get('host')}, process {facts.get('pid')}",
         "tags": ", ".join(facts.get("tags", [])) or "-",
     }
@@ -231,6 +231,7 @@ def _print_run(facts: dict[str, Any]) -> None:
 
 def _print_list(runs: list[dict[str, Any]]) -> None:
     table = Table("run", "status", "algo", "env", "seed", "step", "return", "objective", box=None)
+    table.columns[0].overflow = "fold"  # a path cut short could not be copied
     for facts in runs:
         objective = facts["result"]["objective"] if facts.get("result") else None
         values = (facts["recent_return"], objective)

@@ -28,7 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rl import resume, rundir
 from rl.config import check_spaces, flatten, nearest, plain, register_schema, unknown_key
-from rl.errors import ConfigError, NonFiniteError
+from rl.errors import ConfigError, DiskFullError, NonFiniteError
 
 # Mappings whose keys are the user's: overrides may add to them without Hydra's plus sign.
 OPEN = ("env.kwargs",)
@@ -209,7 +209,7 @@ def plain_errors(argv: list[str]) -> Iterator[None]:
         yield
     except (ConfigError, HydraException, OmegaConfBaseException) as error:
         line, code = message(error, argv), 2
-    except NonFiniteError as error:
+    except (NonFiniteError, DiskFullError) as error:
         line, code = str(error), 1
     except KeyboardInterrupt:
         line, code = "interrupted", 130

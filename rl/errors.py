@@ -14,3 +14,7 @@ class ConfigError(Exception):
 class NonFiniteError(ArithmeticError):
     """An observation, reward, loss or parameter became NaN or infinite; the message names which one and
     where."""
+
+
+class DiskFullError(Exception):
+    """The run directory has no room left; the message says what can be continued once there is some."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import shutil
 import time
 from collections import deque
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -17,7 +19,7 @@ import torch
 from rl import checkpoint, evaluation, provenance, rundir
 from rl.algos import Algorithm, Context
 from rl.config import Config, algorithm_class
-from rl.errors import NonFiniteError
+from rl.errors import DiskFullError, NonFiniteError
 from rl.loggers import Logger, RunInfo
 from rl.metrics import Metrics
 from rl.progress import Progress
@@ -47,11 +49,13 @@ class Experiment:
         config: the checked configuration.
         directory: the run directory; it exists.
         resumed_from: the checkpoint to continue from, None to start afresh.
+        group: the sweep that the run belongs to, for trackers that group runs.
     """
 
     config: Config
     directory: Path
     resumed_from: Path | None = None
+    group: str | None = None
     algo: Algorithm = field(init=False)
 
     def __post_init__(self) -> None:
@@ -92,15 +96,19 @@ class Experiment:
         except KeyboardInterrupt:
             status = "interrupted"
             rundir.update(self.directory, status=status)
+            log.warning("interrupted at once, nothing saved since the last checkpoint: %s", self._advice())
             raise
         except Exception as error:
             self._record_failure(error)
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise DiskFullError(f"no space left below {self.directory}: {self._advice()}") from error
+            if isinstance(error, NonFiniteError):
+                raise NonFiniteError(
+                    f"{error} at env step {self.algo.env_steps}: {self._advice()}"
+                ) from error
             raise
         finally:
-            for logger in self.loggers.values():
-                logger.close(status)
-            self.files.close()
-            self.algo.close()
+            self._close(status)
 
     def _train(self) -> None:
         """Iterate; log, evaluate, checkpoint and heed signals between iterations, nowhere else."""
@@ -109,10 +117,10 @@ class Experiment:
         while True:
             if 0 < self.next_evaluation <= self.algo.env_steps < total:
                 self._periodic_evaluation()
-            done = self.algo.env_steps >= total
-            if done or self.signals.requested or self.algo.env_steps >= self.next_checkpoint:
+            stop = self.algo.env_steps >= total or self.signals.requested is not None
+            if stop or self.algo.env_steps >= self.next_checkpoint:
                 self._save()
-            if done or self.signals.requested:
+            if stop:
                 return
             self._log(self.algo.iterate())
 
@@ -223,6 +231,7 @@ class Experiment:
             name=self.directory.name,
             config=self.config.resolved,
             tags=list(self.config.run.tags),
+            group=self.group,
             env_steps=self.algo.env_steps,
         )
         for name, logger in self.loggers.items():
@@ -338,7 +347,10 @@ class Experiment:
             positions=self.files.positions(),
             result={"objective": objective, **result, "recent_training_return": training},
         )
-        log.info("completed: %s steps in %.0f s; %s", f"{steps:,}", self.trained_seconds, self.directory)
+        log.info(
+            "completed: %s steps in %.0f s, objective %.2f; %s",
+            f"{steps:,}", self.trained_seconds, objective, self.directory,
+        )  # fmt: skip
         return Outcome("completed", steps, objective)
 
     def _record_failure(self, error: Exception) -> None:
@@ -352,11 +364,23 @@ class Experiment:
             )
         except OSError as second:
             log.error("run.json could not be updated: %s", second)
-        if isinstance(error, NonFiniteError):
-            error.args = (
-                f"{error} at env step {steps}; the last good checkpoint is "
-                f"{checkpoint.newest(self.directory / 'checkpoints')}",
-            )
+
+    def _advice(self) -> str:
+        """Where a run that failed can be taken up again."""
+        return f"its last good checkpoint is {checkpoint.newest(self.directory / 'checkpoints')}"
+
+    def _close(self, status: str) -> None:
+        """Close sinks, files and envs, each of them whatever happens to the others."""
+        try:
+            with ExitStack() as stack:
+                stack.callback(self.algo.close)
+                stack.callback(self.files.close)
+                for logger in self.loggers.values():
+                    stack.callback(logger.close, status)
+        except Exception as error:
+            if status != "failed":
+                raise
+            log.error("while closing after the failure: %s", error)  # which is the one to be shown
 
 
 def device(name: str) -> torch.device:

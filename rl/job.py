@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from rl import resume, rundir
@@ -32,10 +33,16 @@ def run_job(cfg: DictConfig) -> float | None:
     if done is not None:
         return done
     limit_threads(plan.config)
+    group = Path(hydra.sweep.dir).name if hydra.mode == RunMode.MULTIRUN else None
 
     from rl.experiment import Experiment  # torch is imported here
 
-    outcome = Experiment(plan.config, directory, plan.checkpoint).run()
+    try:
+        experiment = Experiment(plan.config, directory, plan.checkpoint, group)
+    except Exception as error:
+        rundir.update(directory, status="failed", error=f"{type(error).__name__}: {error}")
+        raise
+    outcome = experiment.run()
     if outcome.exit_code:
         raise SystemExit(outcome.exit_code)
     return outcome.objective

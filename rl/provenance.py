@@ -62,7 +62,7 @@ def collect(root: Path | None = None) -> dict[str, Any]:
         "memory": _memory(),
         "cuda_devices": _cuda_devices(),
         "user": _user(),
-        "command": [_SECRET_ARGUMENT.sub(r"\1***", argument) for argument in (sys.executable, *sys.argv)],
+        "command": [_SECRET_ARGUMENT.sub(r"\1***", argument) for argument in sys.orig_argv],
         "working_directory": _working_directory(),
         "slurm": {name: os.environ[name] for name in _SLURM if name in os.environ},
     }

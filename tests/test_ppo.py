@@ -259,6 +259,23 @@ class TestNonFinite:
         ppo.close()
 
 
+class TestPrecisionAndCompilation:
+    def test_bf16_acts_and_learns_in_the_same_precision(self) -> None:
+        ppo = algorithm("precision=bf16", "total_timesteps=10000")
+        ppo.iterate()
+        first = dict(zip(ppo.LOSSES, ppo.minibatch_losses[0].tolist(), strict=True))
+        ppo.close()
+        assert first["approx_kl"] == pytest.approx(0, abs=1e-5)
+        assert first["clipfrac"] == 0
+
+    def test_compiled_losses_are_the_same(self) -> None:
+        plain, compiled = (algorithm(f"compile={flag}", "algo.update_epochs=1") for flag in ("false", "true"))
+        losses = [ppo.iterate().scalars["losses/value_loss"] for ppo in (plain, compiled)]
+        plain.close()
+        compiled.close()
+        assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
 class TestSharedNetwork:
     def test_one_trunk(self) -> None:
         apart, shared = algorithm(), algorithm("network.shared=true")

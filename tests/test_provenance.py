@@ -190,7 +190,7 @@ class TestCollect:
             "env.kwargs.tokens=5",
             "a=b=c",
         ]
-        monkeypatch.setattr(sys, "argv", arguments)
+        monkeypatch.setattr(sys, "orig_argv", [sys.executable, *arguments])
         monkeypatch.setenv("WANDB_API_KEY", "hunter2")
         monkeypatch.setenv("SLURM_JOB_ID", "42")
         monkeypatch.setenv("SLURM_JWT", "hunter2")

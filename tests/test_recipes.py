@@ -134,7 +134,8 @@ class TestEveryRecipe:
             assert not np.array_equal(after, now)
 
     def test_evaluates_and_films_from_the_checkpoint_alone(self, recipe: str, tmp_path: Path) -> None:
-        train(tmp_path / "run", *small(recipe, f"total_timesteps={STEPS}", "eval.episodes=1"))
+        overrides = (f"total_timesteps={STEPS}", "eval.episodes=1", "env.max_episode_steps=40")
+        train(tmp_path / "run", *small(recipe, *overrides))
         newest = checkpoint.newest(tmp_path / "run" / "checkpoints")
         assert newest is not None
         alone = tmp_path / "elsewhere" / "any_name"

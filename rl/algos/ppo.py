@@ -19,6 +19,7 @@ from __future__ import annotations
 import copy
 import math
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -257,12 +258,12 @@ class PPO:
         logprobs, _ = self.distribution.log_prob_and_entropy(
             outputs[: steps * n], self.agent.logstd, b_actions
         )
-        values = v.float().cpu().numpy().reshape(steps + 1, n)
+        values = v.cpu().numpy().reshape(steps + 1, n)
         next_values = values[1:].copy()
         if cut:
             rows, columns, finals = zip(*cut, strict=True)
             final_obs = torch.from_numpy(self._normalize(np.stack(finals), update=False)).to(self.device)
-            next_values[list(rows), list(columns)] = self.agent(final_obs)[1].float().cpu().numpy()
+            next_values[list(rows), list(columns)] = self._forward(final_obs)[1].cpu().numpy()
         cuts = terminated if self.config.bootstrap_truncated else terminated | truncated
         advantages = gae(
             rewards, values[:-1], next_values, cuts, truncated, self.config.gamma, self.config.gae_lambda
@@ -271,7 +272,7 @@ class PPO:
             "obs": b_obs[:-1].flatten(0, 1),
             "actions": b_actions,
             "logprobs": logprobs,
-            "values": v[: steps * n].float(),
+            "values": v[: steps * n],
             "advantages": torch.from_numpy(advantages).flatten().to(self.device),
             "returns": torch.from_numpy(advantages + values[:-1]).flatten().to(self.device),
         }
@@ -291,8 +292,7 @@ class PPO:
                 a = minibatches["advantages"]
                 minibatches["advantages"] = (a - a.mean(1, keepdim=True)) / (a.std(1, keepdim=True) + 1e-8)
             for i in range(c.num_minibatches):
-                with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
-                    loss, *parts = self.losses({name: x[i] for name, x in minibatches.items()})
+                loss, *parts = self.losses({name: x[i] for name, x in minibatches.items()})
                 self.grad.zero_()
                 loss.backward()
                 clip_grad_norm(self.grad, c.max_grad_norm)
@@ -317,9 +317,9 @@ class PPO:
         """The loss of a minibatch; its policy loss, value loss and entropy; and log π/π_old of each row,
         [B]."""
         c = self.config
-        outputs, values = self.agent(mb["obs"])
+        outputs, values = self._forward(mb["obs"])
         logprobs, entropies = self.distribution.log_prob_and_entropy(
-            outputs.float(), self.agent.logstd, mb["actions"]
+            outputs, self.agent.logstd, mb["actions"]
         )
         logratio = logprobs - mb["logprobs"]
         pg_loss = policy_loss(logratio, mb["advantages"], c.clip_coef)
@@ -329,6 +329,12 @@ class PPO:
         entropy = entropies.mean()
         loss = pg_loss - c.ent_coef * entropy + c.vf_coef * v_loss
         return loss, pg_loss, v_loss, entropy, logratio
+
+    def _forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
+        """Actor outputs and values in float32, computed in the run's precision."""
+        with torch.autocast(self.device.type, torch.bfloat16) if self.bf16 else nullcontext():
+            outputs, values = self.agent(obs)
+        return outputs.float(), values.float()
 
     def _normalize(self, obs: np.ndarray, update: bool = True) -> np.ndarray:
         return obs if self.obs_normalizer is None else self.obs_normalizer(obs, update=update)
