@@ -25,12 +25,10 @@ log = logging.getLogger(__name__)
 
 Maker: TypeAlias = Callable[[], gym.Env[Any, Any]]
 
-REMEMBERED_STEPS = (
-    200_000  # an episode that runs for longer is not saved: replaying it would take longer than it is worth
-)
-_MAX_SEED = (
-    2**31 - 1
-)  # some environments hand their seed to C code or to `np.random.seed`, which take no more
+# An episode that runs for longer is not saved: replaying it would take longer than it is worth.
+REMEMBERED_STEPS = 200_000
+# Some environments hand their seed to C code or to `np.random.seed`, which take no more.
+_MAX_SEED = 2**31 - 1
 
 
 def flat_observations(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:

@@ -26,16 +26,18 @@ class Episode(NamedTuple):
 class Step(NamedTuple):
     """What one step of all environments produced. Every array is new: the caller may keep it."""
 
-    obs: (
-        np.ndarray
-    )  # [N, *D] what the policy acts on next: the first observation of a new episode where one ended
-    reward: np.ndarray  # [N] float32, raw
-    terminated: np.ndarray  # [N] bool, the task itself ended
-    truncated: np.ndarray  # [N] bool, cut off from outside (a time limit); both may be set
-    next_obs: (
-        np.ndarray
-    )  # [N, *D] true successor of the action; the very same array as `obs` when no episode ended
-    episodes: list[Episode]  # those that ended on this step, in order of their environment
+    obs: np.ndarray
+    """`[N, *D]` what the policy acts on next: the first observation of a new episode where one ended."""
+    reward: np.ndarray
+    """`[N]` float32, raw."""
+    terminated: np.ndarray
+    """`[N]` bool, the task itself ended."""
+    truncated: np.ndarray
+    """`[N]` bool, cut off from outside (a time limit); both may be set."""
+    next_obs: np.ndarray
+    """`[N, *D]` true successor of the action; the very same array as `obs` when no episode ended."""
+    episodes: list[Episode]
+    """Those that ended on this step, in order of their environment."""
 
 
 class Restored(NamedTuple):
