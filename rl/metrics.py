@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+from rl.errors import NonFiniteError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 class FinishedEpisode(NamedTuple):
@@ -22,3 +28,13 @@ class Metrics:
 
     scalars: dict[str, float] = field(default_factory=dict)
     episodes: list[FinishedEpisode] = field(default_factory=list)
+
+
+def require_finite(scalars: dict[str, float], module: nn.Module) -> None:
+    """Raise NonFiniteError naming the first scalar or parameter that is NaN or infinite."""
+    for name, value in scalars.items():
+        if not math.isfinite(value):
+            raise NonFiniteError(f"{name} is {value}")
+    for name, parameter in module.named_parameters():
+        if not bool(parameter.isfinite().all()):
+            raise NonFiniteError(f"parameter {name} is not finite after the update")

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from typing import TYPE_CHECKING
+
 import numpy as np
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def gae(
@@ -44,3 +50,9 @@ def _discounted_sums(deltas: list[float], decay: list[float]) -> np.ndarray:
     for t in range(len(deltas) - 1, -1, -1):
         advantages[t] = running = deltas[t] + decay[t] * running
     return np.asarray(advantages, dtype=np.float32)
+
+
+def explained_variance(values: Tensor, returns: Tensor) -> float:
+    """1 − Var(R − V) / Var(R) of values and returns [B]; NaN where the returns do not vary."""
+    variance = float(returns.var(correction=0))
+    return 1 - float((returns - values).var(correction=0)) / variance if variance > 0 else math.nan

@@ -16,7 +16,6 @@ CartPole-v1 reaches 490 ± 6 in 500k steps, HalfCheetah-v4 1443 ± 46 in 1M (Cle
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from contextlib import nullcontext
@@ -31,12 +30,13 @@ from rl.algos import Context
 from rl.config import bounded
 from rl.distributions import Distribution, distribution_over
 from rl.envs.normalization import ObsNormalizer, RewardNormalizer
-from rl.errors import ConfigError, NonFiniteError
-from rl.metrics import FinishedEpisode, Metrics
+from rl.errors import ConfigError
+from rl.metrics import FinishedEpisode, Metrics, require_finite
 from rl.networks.initialisers import layer_init
-from rl.networks.numpy_forward import numpy_forward
 from rl.optim import clip_grad_norm, flatten_parameters, load_optimizer_state, optimizer_state
-from rl.returns import gae
+from rl.policies import ActorPolicy
+from rl.returns import explained_variance, gae
+from rl.rollout import Rollout
 from rl.seeding import generator_state, set_generator_state
 
 
@@ -130,29 +130,6 @@ class Agent(nn.Module):
         return self.actor(obs), self.critic(obs).squeeze(-1)
 
 
-class PPOPolicy:
-    """The policy at one moment: a copy of the actor's weights and of the frozen observation normaliser."""
-
-    def __init__(self, agent: Agent, distribution: Distribution, normalizer: ObsNormalizer | None) -> None:
-        self.actor = numpy_forward(agent.actor)
-        self.std = None if agent.logstd is None else agent.logstd.detach().exp().cpu().numpy()
-        self.distribution = distribution
-        self.normalizer = normalizer
-
-    def initial_state(self, num_envs: int) -> None:
-        """Feed-forward: there is none."""
-
-    def __call__(
-        self, obs: np.ndarray, state: None, rng: np.random.Generator | None
-    ) -> tuple[np.ndarray, None]:
-        """Actions for raw observations [N, …]: the mode, or drawn with `rng`."""
-        obs = obs if self.normalizer is None else self.normalizer(obs, update=False)
-        outputs = self.actor(obs)
-        if rng is None:
-            return self.distribution.mode(outputs), None
-        return self.distribution.sample(outputs, self.distribution.noise(rng, (len(obs),)), self.std), None
-
-
 class PPO:
     """PPO on any vector env with Discrete, MultiDiscrete or Box actions.
 
@@ -170,7 +147,6 @@ class PPO:
         self.envs = env.make()
         self.num_envs = self.envs.num_envs
         self.batch_size = self.num_envs * config.num_steps
-        self.minibatch_size = self.batch_size // config.num_minibatches
         self.num_iterations = math.ceil(context.total_timesteps / self.batch_size)
         observation_shape = self.envs.observation_space.shape
         self.distribution = distribution_over(self.envs.action_space)
@@ -206,73 +182,50 @@ class PPO:
         return Metrics(scalars, episodes)
 
     def collect(self) -> tuple[dict[str, Tensor], list[FinishedEpisode]]:
-        """Act for `num_steps` in every env; the rollout as flat tensors [T·N, …] on the device, and finished
-        episodes."""
-        steps, n = self.config.num_steps, self.num_envs
-        actor = numpy_forward(self.agent.actor)
-        std = None if self.agent.logstd is None else self.agent.logstd.detach().exp().cpu().numpy()
-        noise = self.distribution.noise(self.action_rng, (steps, n))
-        obs = np.empty((steps + 1, n, *self.obs.shape[1:]), self.obs.dtype)
-        actions = np.empty((steps, n, *self.distribution.action_shape), self.distribution.action_dtype)
-        rewards = np.empty((steps, n), np.float32)
-        terminated, truncated = np.empty((2, steps, n), bool)
-        cut: list[
-            tuple[int, int, np.ndarray]
-        ] = []  # where a time limit ended an episode: t, env, true successor
+        """Act for `num_steps` in every env; the batch to learn from, and the episodes that finished."""
+        actor = ActorPolicy(self.agent.actor, self.agent.logstd, self.distribution)
+        noise = self.distribution.noise(self.action_rng, (self.config.num_steps, self.num_envs))
+        shape, dtype = self.distribution.action_shape, self.distribution.action_dtype
+        rollout = Rollout(self.config.num_steps, self.obs, shape, dtype)
         episodes: list[FinishedEpisode] = []
-
-        obs[0] = self.obs
-        for t in range(steps):
-            actions[t] = self.distribution.sample(actor(obs[t]), noise[t], std)
-            step = self.envs.step(actions[t])
-            self.env_steps += n
-            obs[t + 1] = self._normalize(step.obs)
-            rewards[t] = step.reward
-            terminated[t], truncated[t] = step.terminated, step.truncated
+        for t in range(self.config.num_steps):
+            rollout.actions[t] = actor.sample(rollout.obs[t], noise[t])
+            step = self.envs.step(rollout.actions[t])
+            self.env_steps += self.num_envs
+            rewards = step.reward
             if self.reward_normalizer is not None:
-                rewards[t] = self.reward_normalizer(step.reward, step.terminated | step.truncated)
-            if step.episodes:
-                episodes += [
-                    FinishedEpisode(self.env_steps, e.env, e.episodic_return, e.length) for e in step.episodes
-                ]
-                only_cut = np.flatnonzero(step.truncated & ~step.terminated).tolist()
-                cut += [(t, i, step.next_obs[i]) for i in only_cut]
-        self.obs = obs[steps]
-        return self._evaluate_rollout(obs, actions, rewards, terminated, truncated, cut), episodes
+                rewards = self.reward_normalizer(step.reward, step.terminated | step.truncated)
+            for i in rollout.add(t, step, self._normalize(step.obs), rewards):
+                rollout.cut.append((t, i, self._normalize(step.next_obs[i : i + 1], update=False)))
+            episodes += [FinishedEpisode(self.env_steps, *episode) for episode in step.episodes]
+        self.obs = rollout.obs[-1]
+        return self._batch(rollout), episodes
 
     @torch.no_grad()
-    def _evaluate_rollout(
-        self,
-        obs: np.ndarray,
-        actions: np.ndarray,
-        rewards: np.ndarray,
-        terminated: np.ndarray,
-        truncated: np.ndarray,
-        cut: list[tuple[int, int, np.ndarray]],
-    ) -> dict[str, Tensor]:
-        """Log-probabilities, values, advantages and returns of a rollout, in one forward pass each."""
-        steps, n = rewards.shape
-        b_obs = torch.from_numpy(obs).to(self.device)
-        b_actions = torch.from_numpy(actions).flatten(0, 1).to(self.device)
-        outputs, v = self.agent(b_obs.flatten(0, 1))
-        logprobs, _ = self.distribution.log_prob_and_entropy(
-            outputs[: steps * n], self.agent.logstd, b_actions
-        )
-        values = v.cpu().numpy().reshape(steps + 1, n)
-        next_values = values[1:].copy()
-        if cut:
-            rows, columns, finals = zip(*cut, strict=True)
-            final_obs = torch.from_numpy(self._normalize(np.stack(finals), update=False)).to(self.device)
-            next_values[list(rows), list(columns)] = self._forward(final_obs)[1].cpu().numpy()
-        cuts = terminated if self.config.bootstrap_truncated else terminated | truncated
+    def _batch(self, rollout: Rollout) -> dict[str, Tensor]:
+        """The rollout as tensors [T·N, …] with log-probabilities, values, advantages and returns."""
+        c, size = self.config, self.batch_size
+        obs = torch.from_numpy(rollout.obs).to(self.device).flatten(0, 1)
+        actions = torch.from_numpy(rollout.actions).to(self.device).flatten(0, 1)
+        outputs, v = self._forward(obs)
+        logprobs, _ = self.distribution.log_prob_and_entropy(outputs[:size], self.agent.logstd, actions)
+        values = v.cpu().numpy().reshape(-1, self.num_envs)
+        cut_values = np.empty(0)
+        if rollout.cut:
+            final_obs = np.concatenate([obs for _, _, obs in rollout.cut])
+            cut_values = self._forward(torch.from_numpy(final_obs).to(self.device))[1].cpu().numpy()
+        next_values = rollout.next_values(values, cut_values)
+        terminated, truncated = rollout.terminated, rollout.truncated
+        if not c.bootstrap_truncated:
+            terminated = terminated | truncated
         advantages = gae(
-            rewards, values[:-1], next_values, cuts, truncated, self.config.gamma, self.config.gae_lambda
+            rollout.rewards, values[:-1], next_values, terminated, truncated, c.gamma, c.gae_lambda
         )
         return {
-            "obs": b_obs[:-1].flatten(0, 1),
-            "actions": b_actions,
+            "obs": obs[:size],
+            "actions": actions,
             "logprobs": logprobs,
-            "values": v[: steps * n],
+            "values": v[:size],
             "advantages": torch.from_numpy(advantages).flatten().to(self.device),
             "returns": torch.from_numpy(advantages + values[:-1]).flatten().to(self.device),
         }
@@ -306,10 +259,8 @@ class PPO:
         self.minibatch_losses = torch.stack(stats, dim=1)  # [minibatches, LOSSES]
         means = self.minibatch_losses.mean(0).tolist()
         scalars = {f"losses/{name}": value for name, value in zip(self.LOSSES, means, strict=True)}
-        self._refuse_non_finite(scalars)
-        variance = batch["returns"].var(correction=0)
-        residual = (batch["returns"] - batch["values"]).var(correction=0)
-        scalars["losses/explained_variance"] = float(1 - residual / variance) if variance > 0 else math.nan
+        require_finite(scalars, self.agent)
+        scalars["losses/explained_variance"] = explained_variance(batch["values"], batch["returns"])
         scalars["charts/learning_rate"] = learning_rate
         return scalars
 
@@ -339,18 +290,9 @@ class PPO:
     def _normalize(self, obs: np.ndarray, update: bool = True) -> np.ndarray:
         return obs if self.obs_normalizer is None else self.obs_normalizer(obs, update=update)
 
-    def _refuse_non_finite(self, scalars: dict[str, float]) -> None:
-        """Raise NonFiniteError naming a loss or parameter that is NaN or infinite."""
-        for name, value in scalars.items():
-            if not math.isfinite(value):
-                raise NonFiniteError(f"{name} is {value}")
-        if not bool(self.flat.isfinite().all()):
-            bad = next(name for name, p in self.agent.named_parameters() if not bool(p.isfinite().all()))
-            raise NonFiniteError(f"parameter {bad} is not finite after the update")
-
-    def policy(self) -> PPOPolicy:
+    def policy(self) -> ActorPolicy:
         """The present policy, its weights and normaliser copied."""
-        return PPOPolicy(self.agent, self.distribution, copy.deepcopy(self.obs_normalizer))
+        return ActorPolicy(self.agent.actor, self.agent.logstd, self.distribution, self.obs_normalizer)
 
     def state_dict(self) -> dict[str, Any]:
         """Networks, optimiser, normalisers, streams, envs and counters."""
@@ -370,9 +312,10 @@ class PPO:
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
         """Continue from a saved state; a note for each env whose running episode could not be restored."""
         self.agent.load_state_dict(state["networks"]["agent"])
-        for name, normalizer in (("obs", self.obs_normalizer), ("reward", self.reward_normalizer)):
-            if normalizer is not None:
-                normalizer.load_state_dict(state["normalizers"][name])
+        if self.obs_normalizer is not None:
+            self.obs_normalizer.load_state_dict(state["normalizers"]["obs"])
+        if self.reward_normalizer is not None:
+            self.reward_normalizer.load_state_dict(state["normalizers"]["reward"])
         load_optimizer_state(self.optimizer, state["optimizer"])
         set_generator_state(self.action_rng, state["streams"]["actions"])
         set_generator_state(self.minibatch_rng, state["streams"]["minibatches"])
