@@ -27,8 +27,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rl import resume, rundir
-from rl.config import check_spaces, flatten, nearest, plain, register_schema, unknown_key
+from rl.config import check_spaces, register_schema
 from rl.errors import ConfigError, DiskFullError, NonFiniteError
+from rl.schemas import flatten, nearest, plain, unknown_key
 
 # Mappings whose keys are the user's: overrides may add to them without Hydra's plus sign.
 OPEN = ("env.kwargs",)

@@ -18,8 +18,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from rl import checkpoint, rundir
-from rl.config import Config, check, flatten, join
+from rl.config import Config, check
 from rl.errors import ConfigError
+from rl.schemas import flatten, join
 
 MUTABLE = ("total_timesteps", "logger", "eval", "checkpoint", "device", "torch_threads", "capture_video")
 UNRECORDED = (

@@ -14,8 +14,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from rl.commandline import job_folder, safe
-from rl.config import RunConfig, schema_of, typed
+from rl.config import RunConfig
 from rl.errors import ConfigError
+from rl.schemas import schema_of, typed
 from tests.conftest import RECIPES, ROOT, configure, launch
 
 MISTAKES = {

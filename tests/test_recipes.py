@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from rl import checkpoint, cli, rundir
-from rl.config import schema_of
+from rl.schemas import schema_of
 from tests.conftest import (
     RECIPES,
     ROOT,
@@ -160,7 +160,7 @@ class TestEveryRecipe:
     def test_schema_needs_no_torch(self, recipe: str) -> None:
         target = configure(f"algo={recipe}").algo_target
         code = (
-            f"import sys; from rl.config import schema_of; schema_of({target!r}); assert 'torch' not "
+            f"import sys; from rl.schemas import schema_of; schema_of({target!r}); assert 'torch' not "
             f"in sys.modules"
         )
         subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

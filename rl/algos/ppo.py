@@ -27,7 +27,6 @@ import torch
 from torch import Tensor, nn
 
 from rl.algos import Context
-from rl.config import bounded
 from rl.distributions import Distribution, distribution_over
 from rl.envs.normalization import ObsNormalizer, RewardNormalizer
 from rl.errors import ConfigError
@@ -37,6 +36,7 @@ from rl.optim import clip_grad_norm, flatten_parameters, load_optimizer_state, o
 from rl.policies import ActorPolicy
 from rl.returns import explained_variance, gae
 from rl.rollout import Rollout
+from rl.schemas import bounded
 from rl.seeding import generator_state, set_generator_state
 
 

@@ -10,40 +10,49 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
-import mmap
 import os
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any
 
 import cloudpickle
 import numpy as np
 from gymnasium import spaces
 
-from rl.envs.sync import Maker, SyncEnvs
+from rl.envs.sync import Maker
 from rl.envs.vector import ActionSpace, Episode, Restored, Step
+from rl.envs.worker import (
+    CLOSE,
+    DONE,
+    ENDED,
+    ERROR,
+    INIT,
+    LEFT_TO_PARENT,
+    LOAD,
+    MAP,
+    OBJECT,
+    RENDER,
+    RESET,
+    SAVE,
+    STEP,
+    layout_of,
+    map_arrays,
+    size_of,
+)
 
-# One byte asks, one byte answers; an object follows where the two sides expect one.
-_INIT, _MAP, _RESET, _STEP, _RENDER, _SAVE, _LOAD, _CLOSE = (b"i", b"m", b"r", b"s", b"v", b"g", b"l", b"c")
-_DONE, _ENDED, _OBJECT, _ERROR = (b".", b"e", b"+", b"!")
-
-_LEFT_TO_PARENT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)  # the parent decides what they mean
 _CLOSE_SECONDS = 2.0
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _START = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
-from rl.envs.async_workers import _main
-_main()
+from rl.envs.worker import main
+main()
 """
 
 
@@ -84,13 +93,13 @@ class AsyncEnvs:
             for k in range(count):
                 self._workers.append(_Worker(k, bounds[k], bounds[k + 1], memory))
             made: list[tuple[spaces.Box, ActionSpace]] = self._ask(
-                _INIT, [(cloudpickle.dumps(list(makers[w.first : w.end])), w.first) for w in self._workers]
+                INIT, [(cloudpickle.dumps(list(makers[w.first : w.end])), w.first) for w in self._workers]
             )
             self.observation_space, self.action_space = made[0]
-            layout = _layout(self.num_envs, self.observation_space, self.action_space)
-            os.ftruncate(memory, _size(layout))
-            self._shared = _map(memory, layout)
-            self._ask(_MAP, [layout] * count)
+            layout = layout_of(self.num_envs, self.observation_space, self.action_space)
+            os.ftruncate(memory, size_of(layout))
+            self._shared = map_arrays(memory, layout)
+            self._ask(MAP, [layout] * count)
         except BaseException:
             self.close()
             raise
@@ -99,7 +108,7 @@ class AsyncEnvs:
 
     def reset(self, seed: np.random.SeedSequence) -> np.ndarray:
         """See `VectorEnv.reset`."""
-        self._ask(_RESET, [seed] * len(self._workers))
+        self._ask(RESET, [seed] * len(self._workers))
         return self._shared.obs.copy()
 
     def step(self, actions: np.ndarray) -> Step:
@@ -123,12 +132,12 @@ class AsyncEnvs:
     def render(self, index: int) -> np.ndarray:
         """See `VectorEnv.render`; the frame is drawn in the worker."""
         owner = next(worker for worker in self._workers if worker.first <= index < worker.end)
-        frames: list[np.ndarray] = self._ask(_RENDER, [index - owner.first], [owner])
+        frames: list[np.ndarray] = self._ask(RENDER, [index - owner.first], [owner])
         return frames[0]
 
     def state_dict(self) -> dict[str, Any]:
         """See `VectorEnv.state_dict`; the same as that of `SyncEnvs`, which can load it."""
-        parts: list[dict[str, Any]] = self._ask(_SAVE, [None] * len(self._workers))
+        parts: list[dict[str, Any]] = self._ask(SAVE, [None] * len(self._workers))
         return {**parts[0], "envs": [record for part in parts for record in part["envs"]]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> Restored:
@@ -137,7 +146,7 @@ class AsyncEnvs:
         if len(records) != self.num_envs:
             raise ValueError(f"the saved state is of {len(records)} environments, not {self.num_envs}")
         parts = [{**state, "envs": records[worker.first : worker.end]} for worker in self._workers]
-        exact: list[np.ndarray] = self._ask(_LOAD, parts)
+        exact: list[np.ndarray] = self._ask(LOAD, parts)
         return Restored(self._shared.obs.copy(), np.concatenate(exact))
 
     def close(self) -> None:
@@ -165,12 +174,12 @@ class AsyncEnvs:
         """Let every worker step; whether any episode ended."""
         self._begin()
         for worker in self._workers:
-            worker.post(_STEP)
+            worker.post(STEP)
         answers = [worker.answer() for worker in self._workers]
-        if any(answer not in (_DONE, _ENDED) for answer in answers):
+        if any(answer not in (DONE, ENDED) for answer in answers):
             self._raise(self._workers, answers)
         self._out_of_step = False
-        return _ENDED in answers
+        return ENDED in answers
 
     def _ask(
         self, command: bytes, objects: Sequence[Any], workers: Sequence[_Worker] | None = None
@@ -182,8 +191,8 @@ class AsyncEnvs:
             worker.post(command, given)
         answers = [worker.answer() for worker in workers]
         answered = list(zip(workers, answers, strict=True))
-        received = [worker.receive() if answer == _OBJECT else None for worker, answer in answered]
-        if any(answer not in (_DONE, _OBJECT) for answer in answers):
+        received = [worker.receive() if answer == OBJECT else None for worker, answer in answered]
+        if any(answer not in (DONE, OBJECT) for answer in answers):
             self._raise(workers, answers)
         self._out_of_step = False
         return received
@@ -199,7 +208,7 @@ class AsyncEnvs:
     def _raise(self, workers: Sequence[_Worker], answers: Sequence[bytes]) -> None:
         """Raise the first thing that went wrong, what an environment raised before the death of a worker."""
         for worker, answer in zip(workers, answers, strict=True):
-            if answer == _ERROR:
+            if answer == ERROR:
                 raise worker.received_error()
         for worker, answer in zip(workers, answers, strict=True):
             if answer == b"":
@@ -274,7 +283,7 @@ class _Worker:
 
     def leave(self) -> None:
         """Ask the worker to end."""
-        self.post(_CLOSE)
+        self.post(CLOSE)
         self._connection.close()
 
     def end_by(self, deadline: float) -> None:
@@ -286,56 +295,11 @@ class _Worker:
             self._process.wait()
 
 
-class _Shared(NamedTuple):
-    """The arrays that both sides see, of all N environments."""
-
-    actions: np.ndarray  # as the policy chose them: int64 [N] or [N, K], or float64 [N, K]
-    obs: np.ndarray
-    next_obs: np.ndarray
-    reward: np.ndarray
-    terminated: np.ndarray
-    truncated: np.ndarray
-    returns: np.ndarray  # [N] float64 and
-    lengths: np.ndarray  # [N] int64, of episodes that ended on this step
-
-
-_Layout = list[tuple[tuple[int, ...], str]]  # shape and dtype of each array of `_Shared`
-
-
 def usable_cores() -> int:
     """Cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _layout(num_envs: int, observation_space: spaces.Box, action_space: ActionSpace) -> _Layout:
-    n = (num_envs,)
-    obs = ((num_envs, *observation_space.shape), np.dtype(observation_space.dtype).str)
-    actions: tuple[tuple[int, ...], str] = (n, "<i8")
-    if isinstance(action_space, spaces.MultiDiscrete):
-        actions = ((num_envs, len(action_space.nvec)), "<i8")
-    elif isinstance(action_space, spaces.Box):
-        actions = ((num_envs, math.prod(action_space.shape)), "<f8")  # holds every float32 as it is
-    return [actions, obs, obs, (n, "<f4"), (n, "|b1"), (n, "|b1"), (n, "<f8"), (n, "<i8")]
-
-
-def _bytes(shape: tuple[int, ...], dtype: str) -> int:
-    """Size of one array, rounded up to a cache line."""
-    return -(-math.prod(shape) * np.dtype(dtype).itemsize // 64) * 64
-
-
-def _size(layout: _Layout) -> int:
-    return sum(_bytes(*each) for each in layout)
-
-
-def _map(memory: int, layout: _Layout) -> _Shared:
-    buffer = mmap.mmap(memory, _size(layout))
-    arrays, offset = [], 0
-    for shape, dtype in layout:
-        arrays.append(np.ndarray(shape, dtype, buffer, offset))
-        offset += _bytes(shape, dtype)
-    return _Shared(*arrays)
 
 
 def _anonymous_file() -> int:
@@ -349,103 +313,8 @@ def _anonymous_file() -> int:
 @contextlib.contextmanager
 def _signals_held_back() -> Iterator[None]:
     """Hold back the signals that workers ignore, so that none ends a worker before it has said so."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_PARENT)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_PARENT)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _main() -> None:
-    """Run a worker until it is told to close or its parent is gone."""
-    for number in _LEFT_TO_PARENT:
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _LEFT_TO_PARENT)
-    socket_number, memory, parent = (int(argument) for argument in sys.argv[2:5])
-    sys.argv[1:] = []
-    threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the parent is gone
-        _Service(Connection(socket_number), memory).serve()
-
-
-def _end_with_parent(parent: int) -> None:
-    """End this process when its parent is gone, even in the middle of a step that never returns."""
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os._exit(1)
-
-
-class _Service:
-    """The worker's side: does what the parent asks, one command at a time."""
-
-    def __init__(self, connection: Connection, memory: int) -> None:
-        self._connection = connection
-        self._memory = memory
-        self._first = 0
-        self._envs: Any = None
-        self._shared: Any = None  # this worker's rows
-
-    def serve(self) -> None:
-        socket_number = self._connection.fileno()
-        while True:
-            command = os.read(socket_number, 1)
-            if command in (b"", _CLOSE):
-                break
-            try:
-                answer, *given = self._step() if command == _STEP else self._obey(command)
-            except Exception as error:
-                answer, given = _ERROR, [_portable(error)]
-            os.write(socket_number, answer)
-            for each in given:
-                self._connection.send_bytes(cloudpickle.dumps(each))
-        if self._envs is not None:
-            self._envs.close()
-
-    def _step(self) -> tuple[bytes]:
-        shared = self._shared
-        step = self._envs.step(shared.actions)
-        shared.next_obs[...] = step.next_obs
-        shared.reward[...] = step.reward
-        shared.terminated[...] = step.terminated
-        shared.truncated[...] = step.truncated
-        if not step.episodes:
-            # Where an episode ended in another worker, the parent copies all rows of `obs`.
-            shared.obs[...] = step.next_obs
-            return (_DONE,)
-        shared.obs[...] = step.obs
-        for episode in step.episodes:
-            row = episode.env - self._first
-            shared.returns[row] = episode.episodic_return
-            shared.lengths[row] = episode.length
-        return (_ENDED,)
-
-    def _obey(self, command: bytes) -> tuple[Any, ...]:
-        given = cloudpickle.loads(self._connection.recv_bytes())
-        if command == _INIT:
-            makers, self._first = given
-            self._envs = SyncEnvs(cloudpickle.loads(makers), first_index=self._first)
-            return _OBJECT, (self._envs.observation_space, self._envs.action_space)
-        if command == _MAP:
-            rows = slice(self._first, self._first + self._envs.num_envs)
-            self._shared = _Shared(*(array[rows] for array in _map(self._memory, given)))
-            os.close(self._memory)
-        elif command == _RESET:
-            self._shared.obs[...] = self._envs.reset(given)
-        elif command == _RENDER:
-            return _OBJECT, self._envs.render(given)
-        elif command == _SAVE:
-            return _OBJECT, self._envs.state_dict()
-        elif command == _LOAD:
-            restored = self._envs.load_state_dict(given)
-            self._shared.obs[...] = restored.obs
-            return _OBJECT, restored.exact
-        return (_DONE,)
-
-
-def _portable(error: Exception) -> tuple[bytes | None, str, str]:
-    """What can be sent of an exception: itself pickled where that works, one line about it, its traceback."""
-    pickled: bytes | None = None
-    with contextlib.suppress(Exception):
-        pickled = cloudpickle.dumps(error)
-        cloudpickle.loads(pickled)
-    return pickled, f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))

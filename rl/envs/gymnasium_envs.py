@@ -20,7 +20,8 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec, parse_env_id
 
-from rl.envs.sync import SyncEnvs, flat_observations, policy_action_space, policy_observation_space
+from rl.envs.spaces import flat_observations, policy_action_space, policy_observation_space
+from rl.envs.sync import SyncEnvs
 from rl.envs.vector import ActionSpace, VectorEnv
 from rl.errors import ConfigError
 

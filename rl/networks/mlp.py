@@ -7,8 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rl.config import bounded
 from rl.errors import ConfigError
+from rl.schemas import bounded
 
 if TYPE_CHECKING:
     from torch import nn
