@@ -146,9 +146,13 @@ def _prepare_sweep(
             seen.update(job)
             plan = resume.plan(_job(composed(job)), job, None)
             check_spaces(plan.config)
-    if _given("hydra.sweep.dir", overrides):
-        return []
-    return [f"hydra.sweep.dir={quoted(str(_dated(cfg.hydra.sweep.dir, 'sweep')))}"]
+    parsed = OverridesParser.create().parse_overrides(overrides)
+    steady = sorted(str(o.key_or_group) for o in parsed if not o.is_sweep_override())
+    # What all jobs share stays out of their folders' names.
+    extra = [f"hydra.job.config.override_dirname.exclude_keys=[{','.join(map(quoted, steady))}]"]
+    if not _given("hydra.sweep.dir", overrides):
+        extra.append(f"hydra.sweep.dir={quoted(str(_dated(cfg.hydra.sweep.dir, 'sweep')))}")
+    return extra
 
 
 def _jobs(cfg: DictConfig, overrides: list[str]) -> list[list[str]]:

@@ -49,8 +49,11 @@ def evaluate(
     """
     count = min(episodes, MOST_ENVS)
     envs = env.make(num_envs=count, backend="sync", render_mode="rgb_array" if videos else None)
-    fps = getattr(envs, "render_fps", 30)
-    films = {number: VideoWriter(path, fps) for number, path in (videos or {}).items() if number < count}
+    films = {
+        number: VideoWriter(path, envs.render_fps)
+        for number, path in (videos or {}).items()
+        if number < count
+    }
     rng = None if deterministic else np.random.default_rng(seed.spawn(1)[0])
     numbers = list(range(count))  # the episode that each env is playing
     finished: dict[int, EvaluationEpisode] = {}

@@ -339,3 +339,22 @@ class TestResumeKeys:
             for line in (branches[0].parent / "metrics.jsonl").read_text().splitlines()
         ]
         assert steps[0] == 512, "the branch has the metrics that led to it"
+
+
+class TestSweeps:
+    def test_each_job_is_a_tracker_run_of_its_own(self, tmp_path: Path) -> None:
+        result = launch(
+            "-m",
+            "seed=1,2",
+            "total_timesteps=512",
+            "eval.episodes=1",
+            "logger=[csv,wandb]",
+            "logger.wandb.mode=offline",
+            cwd=tmp_path,
+        )
+        assert result.returncode == 0, result.stderr
+        jobs = sorted(p.parent for p in (tmp_path / "multirun").rglob("run.json"))
+        assert [job.name for job in jobs] == ["0000_seed=1", "0001_seed=2"]
+        ids = {next(iter((job / "wandb").glob("offline-run-*"))).name.rpartition("-")[2] for job in jobs}
+        assert len(ids) == 2
+        assert all((job / "metrics.csv").exists() for job in jobs)

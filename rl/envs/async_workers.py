@@ -92,10 +92,10 @@ class AsyncEnvs:
         try:
             for k in range(count):
                 self._workers.append(_Worker(k, bounds[k], bounds[k + 1], memory))
-            made: list[tuple[spaces.Box, ActionSpace]] = self._ask(
+            made: list[tuple[spaces.Box, ActionSpace, float]] = self._ask(
                 INIT, [(cloudpickle.dumps(list(makers[w.first : w.end])), w.first) for w in self._workers]
             )
-            self.observation_space, self.action_space = made[0]
+            self.observation_space, self.action_space, self.render_fps = made[0]
             layout = layout_of(self.num_envs, self.observation_space, self.action_space)
             os.ftruncate(memory, size_of(layout))
             self._shared = map_arrays(memory, layout)

@@ -1,5 +1,5 @@
-"""What a policy sees of an environment and how its actions get there: the spaces in which it works, and adapters
-from its actions to those of the environments."""
+"""What a policy sees of an environment and how its actions get there: the spaces in which it works, and
+adapters from its actions to those of the environments."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def policy_observation_space(env: gym.Env[Any, Any]) -> spaces.Box:
     if not isinstance(space, spaces.Box):
         raise ConfigError(
             f"env.id={env_name(env)} has observations of a changing size ({type(space).__name__}); allowed "
-            "are Box, Discrete, MultiDiscrete, MultiBinary, Dict and Tuple of those (env.id=CartPole-v1 has Box)"
+            "are Box, Discrete, MultiDiscrete, MultiBinary, Dict and Tuple of those (env.id=CartPole-v1 has "
+            "Box)"
         )
     dtype = np.uint8 if space.dtype == np.uint8 else np.float32
     shape = space.shape or (1,)

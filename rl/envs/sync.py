@@ -60,6 +60,7 @@ class SyncEnvs:
             self.close()
             raise
         self.num_envs = len(self._envs)
+        self.render_fps = float(self._envs[0].metadata.get("render_fps") or 30)
         self._first_index = first_index
         self._obs_shape = (self.num_envs, *self.observation_space.shape)
         self._obs_dtype = self.observation_space.dtype

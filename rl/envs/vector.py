@@ -62,6 +62,7 @@ class VectorEnv(Protocol):
     num_envs: int
     observation_space: spaces.Box
     action_space: ActionSpace
+    render_fps: float  # frames a second at which what `render` gives plays
 
     def reset(self, seed: np.random.SeedSequence) -> np.ndarray:
         """Start a new episode everywhere and return the observations `[N, *D]`.

@@ -147,7 +147,7 @@ class _Service:
         if command == INIT:
             makers, self._first = given
             self._envs = SyncEnvs(cloudpickle.loads(makers), first_index=self._first)
-            return OBJECT, (self._envs.observation_space, self._envs.action_space)
+            return OBJECT, (self._envs.observation_space, self._envs.action_space, self._envs.render_fps)
         if command == MAP:
             rows = slice(self._first, self._first + self._envs.num_envs)
             self._shared = Shared(*(array[rows] for array in map_arrays(self._memory, given)))

@@ -161,6 +161,12 @@ class TestSeeds:
         seen = [envs.reset(np.random.SeedSequence(seed).spawn(1)[0])[:, 0] for seed in (0, 1)]
         assert len(np.unique(np.concatenate(seen))) == 8
 
+    def test_streams_of_one_seed_share_no_initial_state(self, make: Make) -> None:
+        envs = make("RandomWalk", 4)
+        training, evaluation = np.random.SeedSequence(0).spawn(2)
+        seen = [envs.reset(stream)[:, 0] for stream in (training, evaluation)]
+        assert len(np.unique(np.concatenate(seen))) == 8
+
 
 class TestNonFinite:
     @pytest.mark.parametrize("value", [np.nan, np.inf])
