@@ -25,6 +25,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from rl import ring_files
+from rl.ring_files import Ring
 from rl.rundir import fsync_directory, remove_leftovers, replace_text, temporary_path
 from rl.state_tree import Encoder, decode, file_parts, read_arrays, read_tensors
 
@@ -34,6 +36,7 @@ FORMAT = 1
 MANIFEST, TENSORS, ARRAYS = "manifest.json", "tensors.safetensors", "arrays.safetensors"
 
 _STEP = re.compile(r"step_(\d+)")
+_SEGMENT = re.compile(r"ring_[0-9a-f]+_\d+_\d+\.safetensors")
 _SEAL = ',\n"manifest_sha256": "'  # last entry of the manifest: the hash of all that precedes it
 _CHUNK = 1 << 24  # bytes hashed and written at a time
 
@@ -64,17 +67,20 @@ def save(folder: Path, state: dict[str, Any], *, env_steps: int, config: dict[st
     return final
 
 
-def load(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def load(path: Path, *, rings: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
     """The state in checkpoint `path` and its manifest (format, env_steps, created, config, files).
 
-    Sizes and checksums are verified first. Raises CheckpointError; executes nothing that the files contain.
+    A `Ring` comes back as `Rows`; with `rings=False`, for those who only want the policy, as None. Sizes and
+    checksums are verified first. Raises CheckpointError; executes nothing that the files contain.
     """
     path = Path(path)
     manifest = _verify(path)
     try:
         arrays = read_arrays(path / ARRAYS) if ARRAYS in manifest["files"] else {}
         tensors = read_tensors(path / TENSORS) if TENSORS in manifest["files"] else {}
-        state = decode(manifest.pop("state"), arrays, tensors)
+        entries = manifest.pop("rings", {}) if rings else {}
+        rows = {name: ring_files.assemble(entry, read_arrays, path) for name, entry in entries.items()}
+        state = decode(manifest.pop("state"), arrays, tensors, rows)
         manifest["config"] = decode(manifest["config"], {}, {})
     except Exception as error:
         message = " ".join(str(error).split())
@@ -131,6 +137,7 @@ def _write(final: Path, state: dict[str, Any], env_steps: int, config: dict[str,
         "created": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "config": Encoder(arrays=False).encode(config, "config"),
         "files": {},
+        "rings": {},
         "state": encoder.encode(state, ""),
     }
     final.parent.mkdir(parents=True, exist_ok=True)
@@ -140,6 +147,7 @@ def _write(final: Path, state: dict[str, Any], env_steps: int, config: dict[str,
         for name, entries in ((TENSORS, encoder.tensors), (ARRAYS, encoder.arrays)):
             if entries:
                 fields["files"][name] = _write_durably(temporary / name, file_parts(entries))
+        _write_rings(temporary, encoder.rings, _earlier(final), fields)
         # a line for each entry, so that `head` shows everything but the state
         lines = (f'"{key}": {json.dumps(value, allow_nan=False)}' for key, value in fields.items())
         body = "{\n" + ",\n".join(lines)
@@ -153,6 +161,35 @@ def _write(final: Path, state: dict[str, Any], env_steps: int, config: dict[str,
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     fsync_directory(final.parent)
+
+
+def _earlier(final: Path) -> Path | None:
+    """The newest checkpoint before `final`, whose segments of rings may be linked."""
+    before = (path for path in _checkpoints(final.parent) if _step(path) < _step(final))
+    return next(before, None)
+
+
+def _write_rings(
+    temporary: Path, rings: dict[str, Ring], earlier: Path | None, fields: dict[str, Any]
+) -> None:
+    """Link or write the segments of each ring, and describe them in the manifest's fields."""
+    known: dict[str, Any] = {"rings": {}, "files": {}}
+    if rings and earlier is not None:
+        try:
+            known = _read_manifest(earlier / MANIFEST)
+        except CheckpointError as error:
+            log.warning("the replay buffer is written whole: %s", error)
+    for path, ring in rings.items():
+        kept, new = ring_files.plan(ring, known.get("rings", {}).get(path))
+        for segment in kept:
+            assert earlier is not None
+            ring_files.link(earlier / segment.file, temporary / segment.file)
+            fields["files"][segment.file] = known["files"][segment.file]
+        if new is not None:
+            parts = file_parts(ring.rows(new.start, new.end))
+            fields["files"][new.file] = _write_durably(temporary / new.file, parts)
+        segments = [list(segment) for segment in (*kept, *([new] if new is not None else []))]
+        fields["rings"][path] = {"id": ring.id, "start": ring.start, "end": ring.end, "segments": segments}
 
 
 def _write_durably(path: Path, parts: Iterable[bytes | memoryview]) -> dict[str, Any]:
@@ -178,7 +215,7 @@ def _verify(path: Path) -> dict[str, Any]:
     manifest = _read_manifest(path / MANIFEST)
     for name, expected in manifest["files"].items():
         file = path / name
-        if name not in (TENSORS, ARRAYS):
+        if name not in (TENSORS, ARRAYS) and not _SEGMENT.fullmatch(name):
             raise CheckpointError(f"{path / MANIFEST} names a file that no checkpoint has: {name!r}")
         try:
             size, sha256 = file.stat().st_size, ""

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from rl.ring_files import Ring, Rows
+
 if TYPE_CHECKING:
     import torch
 
@@ -40,6 +42,7 @@ class Encoder:
     {"$dict": [[key, value], …]}        a dict with keys that are int, or begin with $
     {"$int": hex}  {"$float": hex}      a huge int; a NaN or an infinity
     {"$scalar": [dtype, hex]}           a NumPy scalar
+    {"$ring": path}                     a `Ring`, described in the manifest's "rings"
     {"$array": name}  {"$tensor": name} with "dtype" and "shape" where the file has only the bytes, as uint8
     """
 
@@ -47,6 +50,7 @@ class Encoder:
         self.allowed = arrays
         self.arrays: dict[str, np.ndarray[Any, Any]] = {}
         self.tensors: dict[str, torch.Tensor] = {}
+        self.rings: dict[str, Ring] = {}
 
     def encode(self, value: Any, path: str) -> Any:
         """`value`, found at `path` in the tree, as JSON. Raises TypeError."""
@@ -59,6 +63,9 @@ class Encoder:
             return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
         if isinstance(value, dict):
             return self._dict(value, path)
+        if self.allowed and kind is Ring:
+            self.rings[path] = value
+            return {"$ring": path}
         if kind is list:
             return self._items(value, path)
         if kind is tuple:
@@ -122,26 +129,33 @@ def _put(entries: dict[str, Any], path: str, value: Any) -> str:
     return name
 
 
-def decode(node: Any, arrays: Mapping[str, Any], tensors: Mapping[str, Any]) -> Any:
-    """The inverse of `Encoder.encode`."""
+def decode(
+    node: Any,
+    arrays: Mapping[str, Any],
+    tensors: Mapping[str, Any],
+    rings: Mapping[str, Rows] | None = None,
+) -> Any:
+    """The inverse of `Encoder.encode`; a ring comes back as `Rows`, or as None where it is not in `rings`."""
     if type(node) is list:
-        return [decode(item, arrays, tensors) for item in node]
+        return [decode(item, arrays, tensors, rings) for item in node]
     if type(node) is not dict:
         return node
     tag = next(iter(node), "")
     if not tag.startswith("$"):
-        return {key: decode(item, arrays, tensors) for key, item in node.items()}
+        return {key: decode(item, arrays, tensors, rings) for key, item in node.items()}
     value = node[tag]
     if tag == "$tuple":
-        return tuple(decode(item, arrays, tensors) for item in value)
+        return tuple(decode(item, arrays, tensors, rings) for item in value)
     if tag == "$dict":
-        return {key: decode(item, arrays, tensors) for key, item in value}
+        return {key: decode(item, arrays, tensors, rings) for key, item in value}
     if tag == "$int":
         return int(value, 16)
     if tag == "$float":
         return struct.unpack(">d", bytes.fromhex(value))[0]
     if tag == "$scalar":
         return _from_bytes(np.frombuffer(bytes.fromhex(value[1]), np.uint8), value[0], [])[()]
+    if tag == "$ring":
+        return (rings or {}).get(value)
     if tag == "$array":
         return _from_bytes(arrays[value], node["dtype"], node["shape"]) if "dtype" in node else arrays[value]
     if tag == "$tensor":

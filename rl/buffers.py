@@ -1,0 +1,167 @@
+"""Replay: a preallocated ring of transitions."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rl.envs.vector import Step
+from rl.ring_files import Ring, Rows
+
+
+class Transitions(NamedTuple):
+    """A sampled batch [B, …]; with n steps, rewards are summed and `next_obs` is n steps on."""
+
+    obs: np.ndarray
+    actions: np.ndarray
+    rewards: np.ndarray
+    """[B] float32: Σ γ^k r_k over the steps taken."""
+    next_obs: np.ndarray
+    """[B, …], the true successor of the last step: never the first observation of a new episode."""
+    terminated: np.ndarray
+    """[B] float32, 1 where the last step terminated: nothing is to be expected after it."""
+    discounts: np.ndarray
+    """[B] float32, γ to the number of steps taken: fewer than n at an episode's end or the newest row."""
+
+
+class ReplayBuffer:
+    """The newest `capacity` transitions of `num_envs` envs, raw observations as the envs gave them.
+
+    Rows are vector steps, so `capacity // num_envs` of them are kept. An n-step return stops where the
+    episode ends, cut or terminated, and at the newest row; it is then of fewer steps, with the discount that
+    belongs to them.
+
+    Args:
+        capacity: transitions over all envs, `algo.buffer_size`.
+        n_step: steps in a return.
+        gamma: discount between them.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        num_envs: int,
+        observation_shape: tuple[int, ...],
+        observation_dtype: Any,
+        action_shape: tuple[int, ...],
+        action_dtype: Any,
+        *,
+        n_step: int = 1,
+        gamma: float = 0.99,
+    ) -> None:
+        self.rows, self.num_envs, self.n_step, self.gamma = capacity // num_envs, num_envs, n_step, gamma
+        shape = (self.rows, num_envs)
+        self.arrays = {
+            "obs": np.empty((*shape, *observation_shape), observation_dtype),
+            "next_obs": np.empty((*shape, *observation_shape), observation_dtype),
+            "actions": np.empty((*shape, *action_shape), action_dtype),
+            "rewards": np.empty(shape, np.float32),
+            "terminated": np.empty(shape, np.bool_),
+            "ended": np.empty(shape, np.bool_),
+        }
+        self._flat = {name: x.reshape(self.rows * num_envs, *x.shape[2:]) for name, x in self.arrays.items()}
+        self.added = 0  # rows ever added: row r lies at r % rows
+        self.id = secrets.token_hex(4)
+
+    def __len__(self) -> int:
+        """Transitions held."""
+        return min(self.added, self.rows) * self.num_envs
+
+    def add(self, obs: np.ndarray, actions: np.ndarray, step: Step) -> None:
+        """Store one vector step: what was acted on [N, …], the actions [N, …] and what came of them."""
+        row = self.added % self.rows
+        arrays = self.arrays
+        arrays["obs"][row] = obs
+        arrays["next_obs"][row] = step.next_obs
+        arrays["actions"][row] = actions
+        arrays["rewards"][row] = step.reward
+        arrays["terminated"][row] = step.terminated
+        arrays["ended"][row] = step.terminated | step.truncated
+        self.added += 1
+
+    def sample(self, batch_size: int, rng: np.random.Generator) -> Transitions:
+        """`batch_size` transitions drawn uniformly, with replacement."""
+        index = rng.integers(0, len(self), batch_size)
+        flat = self._flat
+        if self.n_step == 1:
+            last, rewards = index, flat["rewards"][index]
+            discounts = np.full(batch_size, self.gamma, np.float32)
+        else:
+            last, rewards, discounts = self._n_steps(index)
+        return Transitions(
+            flat["obs"][index],
+            flat["actions"][index],
+            rewards,
+            flat["next_obs"][last],
+            flat["terminated"][last].astype(np.float32),
+            discounts,
+        )
+
+    def _n_steps(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """From flat first indices [B]: the flat last ones, Σ γ^k r_k, and γ^steps."""
+        flat, n = self._flat, self.num_envs
+        newest = (self.added - 1) % self.rows
+        last = index
+        rewards = flat["rewards"][index].astype(np.float64)
+        discounts = np.full(len(index), self.gamma)
+        going = ~flat["ended"][index] & (index // n != newest)
+        for _ in range(self.n_step - 1):
+            last = np.where(going, (last + n) % (self.rows * n), last)
+            rewards += np.where(going, discounts * flat["rewards"][last], 0.0)
+            discounts = np.where(going, discounts * self.gamma, discounts)
+            going &= ~flat["ended"][last] & (last // n != newest)
+        return last, rewards.astype(np.float32), discounts.astype(np.float32)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rows held, as a ring of which a checkpoint writes only what is new."""
+        start = max(0, self.added - self.rows)
+        return {"ring": Ring(self.id, self.arrays, start, self.added)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with the rows of a loaded ring.
+
+        Raises:
+            ValueError: the ring was of another size or of other envs.
+        """
+        ring: Rows = state["ring"]
+        self.id, self.added = ring.id, ring.end
+        where = np.arange(ring.start, ring.end) % self.rows
+        for name, array in self.arrays.items():
+            rows = ring.arrays[name]
+            if len(rows) != len(where) or rows.shape[1:] != array.shape[1:]:
+                raise ValueError(f"the saved replay buffer's {name} are {rows.shape}, not {array.shape}")
+            array[where] = rows
+
+
+def replay_bytes(
+    capacity: int, observation_shape: tuple[int, ...], observation_dtype: Any, action_bytes: int
+) -> int:
+    """Bytes that a replay buffer of `capacity` transitions takes."""
+    observation = int(np.prod(observation_shape)) * np.dtype(observation_dtype).itemsize
+    return capacity * (2 * observation + action_bytes + 4 + 2)
+
+
+def available_bytes() -> int:
+    """Memory that this process may still take: the machine's, its cgroup's or its Slurm allocation's, the
+    least."""
+    import os
+    from pathlib import Path
+
+    import psutil
+
+    limits = [psutil.virtual_memory().available]
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        (
+            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        ),
+    ):
+        if Path(limit).exists() and Path(limit).read_text().strip().isdigit():
+            limits.append(int(Path(limit).read_text()) - int(Path(used).read_text()))
+    allocated = os.environ.get("SLURM_MEM_PER_NODE")  # MiB
+    if allocated and allocated.isdigit():
+        limits.append(int(allocated) * 2**20)
+    return max(0, min(limits))
