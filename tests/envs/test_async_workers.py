@@ -245,6 +245,7 @@ class TestProcesses:
             from rl.envs.gymnasium_envs import GymnasiumEnvs
             envs = GymnasiumEnvs("tests.probes:Sleeper-v0", 1, "async", 1).make()
             envs.reset(np.random.SeedSequence(0))
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
             threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
             try:
                 envs.step(np.zeros(1, np.int64))
