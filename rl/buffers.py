@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,7 +62,7 @@ class ReplayBuffer:
         }
         self._flat = {name: x.reshape(self.rows * num_envs, *x.shape[2:]) for name, x in self.arrays.items()}
         self.added = 0  # rows ever added: row r lies at r % rows
-        self.id = secrets.token_hex(4)
+        self.id = "0"  # tells fillings of the buffer apart
 
     def __len__(self) -> int:
         """Transitions held."""
@@ -114,6 +113,10 @@ class ReplayBuffer:
             going &= ~flat["ended"][last] & (last // n != newest)
         return last, rewards.astype(np.float32), discounts.astype(np.float32)
 
+    def clear(self, id: int) -> None:
+        """Forget every row; `id` tells this filling from earlier ones."""
+        self.added, self.id = 0, f"{id:x}"
+
     def state_dict(self) -> dict[str, Any]:
         """The rows held, as a ring of which a checkpoint writes only what is new."""
         start = max(0, self.added - self.rows)
@@ -133,35 +136,3 @@ class ReplayBuffer:
             if len(rows) != len(where) or rows.shape[1:] != array.shape[1:]:
                 raise ValueError(f"the saved replay buffer's {name} are {rows.shape}, not {array.shape}")
             array[where] = rows
-
-
-def replay_bytes(
-    capacity: int, observation_shape: tuple[int, ...], observation_dtype: Any, action_bytes: int
-) -> int:
-    """Bytes that a replay buffer of `capacity` transitions takes."""
-    observation = int(np.prod(observation_shape)) * np.dtype(observation_dtype).itemsize
-    return capacity * (2 * observation + action_bytes + 4 + 2)
-
-
-def available_bytes() -> int:
-    """Memory that this process may still take: the machine's, its cgroup's or its Slurm allocation's, the
-    least."""
-    import os
-    from pathlib import Path
-
-    import psutil
-
-    limits = [psutil.virtual_memory().available]
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        (
-            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        ),
-    ):
-        if Path(limit).exists() and Path(limit).read_text().strip().isdigit():
-            limits.append(int(Path(limit).read_text()) - int(Path(used).read_text()))
-    allocated = os.environ.get("SLURM_MEM_PER_NODE")  # MiB
-    if allocated and allocated.isdigit():
-        limits.append(int(allocated) * 2**20)
-    return max(0, min(limits))

@@ -77,7 +77,7 @@ def evaluate_checkpoint(
 
     register_schema()
     check_device(device_name)
-    state, manifest = checkpoint.load(path)
+    state, manifest = checkpoint.load(path, rings=False)
     saved = {**manifest["config"], "capture_video": videos is not None, "device": device_name, "logger": {}}
     config = check(saved)
     check_spaces(config)

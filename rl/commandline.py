@@ -124,7 +124,9 @@ def _prepare_run(cfg: DictConfig, overrides: list[str]) -> list[str]:
     """Check one run and make its directory."""
     given = Path(cfg.hydra.run.dir).resolve() if _given("hydra.run.dir", overrides) else None
     plan = resume.plan(_job(cfg), overrides, given)
-    check_spaces(plan.config)
+    replay = check_spaces(plan.config)
+    if replay:
+        print(f"replay buffer: {replay / 2**20:,.1f} MiB (algo.buffer_size={plan.config.algo.buffer_size:,})")
     if plan.checkpoint is not None and plan.directory is not None:
         return [f"hydra.run.dir={quoted(str(plan.directory))}", "hydra.output_subdir=null"]
     if given is not None:

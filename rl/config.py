@@ -14,6 +14,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rl.checks import check_replay_memory
 from rl.errors import ConfigError
 from rl.schemas import accept_whole_floats, bounded, nearest, plain, schema_of, typed
 
@@ -24,6 +25,7 @@ class CheckpointConfig:
 
     every: int = bounded(ge=1)
     keep: int = bounded(ge=0)
+    replay: bool = MISSING
 
 
 @dataclass
@@ -163,9 +165,12 @@ def _with_target(target: str, section: Any) -> dict[str, Any]:
     return {"_target_": target, **{f.name: getattr(section, f.name) for f in fields(section) if f.init}}
 
 
-def check_spaces(config: Config) -> None:
+def check_spaces(config: Config) -> int:
     """Make one env, and check that algorithm and network can work with its spaces (and that it renders, for a
     video).
+
+    Returns:
+        The bytes that a replay buffer will take, 0 where there is none.
 
     Raises:
         ConfigError: naming `env.id`, `algo` or `network` and what fits.
@@ -183,7 +188,15 @@ def check_spaces(config: Config) -> None:
             f"algo: {name} acts in {' and '.join(supported)} action spaces, but env.id={config.env.id} "
             f"has {action_space}"
         )
+    if getattr(config.algo, "bounded_actions", False) and not action_space.is_bounded():
+        raise ConfigError(
+            f"algo: {config.algo_target.rpartition('.')[2]} needs bounded actions, but "
+            f"env.id={config.env.id} has {action_space}; algo=ppo_continuous_action takes them"
+        )
     config.network.check(observation_space)
+    if hasattr(config.algo, "buffer_size"):
+        return check_replay_memory(config.algo, observation_space, action_space)
+    return 0
 
 
 def check_device(device: str) -> None:

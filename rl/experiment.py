@@ -298,8 +298,11 @@ class Experiment:
     def _save(self) -> None:
         """Write a checkpoint of this moment and say in the record how far the run is."""
         run, steps = self.config.run, self.algo.env_steps
+        algorithm = self.algo.state_dict()
+        if not run.checkpoint.replay:
+            algorithm.pop("replay", None)
         state = {
-            "algorithm": self.algo.state_dict(),
+            "algorithm": algorithm,
             "experiment": {
                 "positions": self.files.positions(),
                 "loggers": {name: logger.state_dict() for name, logger in self.loggers.items()},
@@ -404,12 +407,13 @@ def warm_start(algo: Algorithm, path: str) -> None:
     """Take over networks and normalisers, and nothing else, from a run directory or checkpoint."""
     from rl.resume import locate
 
-    load_weights(algo, checkpoint.load(locate(path, key="warm_start")[1])[0])
+    load_weights(algo, checkpoint.load(locate(path, key="warm_start")[1], rings=False)[0])
 
 
 def load_weights(algo: Algorithm, state: dict[str, Any]) -> None:
     """Put the networks and normalisers of a checkpoint's state into `algo`, leaving its other state as it
     is."""
     own = algo.state_dict()
+    own.pop("replay", None)  # there is nothing in it yet
     saved = state["algorithm"]
     algo.load_state_dict({**own, "networks": saved["networks"], "normalizers": saved["normalizers"]})

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
 from rl.distributions import Distribution
 from rl.envs.normalization import ObsNormalizer
-from rl.networks.numpy_forward import numpy_forward
+from rl.networks.continuous import LOG_STD_MAX, LOG_STD_MIN
+from rl.networks.numpy_forward import Forward, numpy_forward
 
 
 class ActorPolicy:
@@ -48,3 +50,117 @@ class ActorPolicy:
         if rng is None:
             return self.distribution.mode(self.actor(obs)), None
         return self.sample(obs, self.distribution.noise(rng, (len(obs),))), None
+
+
+class GreedyPolicy:
+    """The action of the highest value; sampled, a random one with probability `epsilon`.
+
+    Args:
+        values: from observations as the network takes them [N, …] to action values [N, A].
+        normalizer: of the observations, None where they are taken raw.
+    """
+
+    def __init__(
+        self, values: Forward, num_actions: int, epsilon: float, normalizer: ObsNormalizer | None
+    ) -> None:
+        self.values, self.num_actions, self.epsilon = values, num_actions, epsilon
+        self.normalizer = copy.deepcopy(normalizer)
+
+    def initial_state(self, num_envs: int) -> None:
+        """Feed-forward: there is none."""
+
+    def __call__(
+        self, obs: np.ndarray, state: None, rng: np.random.Generator | None
+    ) -> tuple[np.ndarray, None]:
+        """Actions [N] for raw observations [N, …]."""
+        obs = obs if self.normalizer is None else self.normalizer(obs, update=False)
+        if rng is None:
+            return self.values(obs).argmax(-1), None
+        return epsilon_greedy(self.values, obs, self.num_actions, self.epsilon, rng), None
+
+
+def epsilon_greedy(
+    values: Forward, obs: np.ndarray, num_actions: int, epsilon: float, rng: np.random.Generator
+) -> np.ndarray:
+    """Actions [N]: for each env on its own, random with probability `epsilon`, else of the highest value."""
+    random = rng.integers(0, num_actions, len(obs))
+    explore = rng.random(len(obs)) < epsilon
+    return random if explore.all() else np.where(explore, random, values(obs).argmax(-1))
+
+
+class BoundedPolicy:
+    """Actions of an actor whose outputs x in [−1, 1] stand for a Box; sampled, x has clipped noise added.
+
+    Args:
+        actor: from observations as the network takes them [N, …] to x [N, D].
+        space: the Box.
+        normalizer: of the observations, None where they are taken raw.
+        noise: the standard deviation of what is added to x.
+    """
+
+    def __init__(self, actor: Forward, space: Any, normalizer: ObsNormalizer | None, noise: float) -> None:
+        self.actor, self.space, self.noise = actor, space, noise
+        self.normalizer = copy.deepcopy(normalizer)
+
+    def initial_state(self, num_envs: int) -> None:
+        """Feed-forward: there is none."""
+
+    def __call__(
+        self, obs: np.ndarray, state: None, rng: np.random.Generator | None
+    ) -> tuple[np.ndarray, None]:
+        """Actions [N, D] for raw observations [N, …]."""
+        x = self.actor(obs if self.normalizer is None else self.normalizer(obs, update=False))
+        return to_bounds(x, self.space) if rng is None else explore(x, self.noise, rng, self.space), None
+
+
+def to_bounds(x: np.ndarray, space: Any) -> np.ndarray:
+    """Actions [N, D] in the units of a Box from x [N, D] in [−1, 1], per dimension."""
+    low, high = space.low.ravel(), space.high.ravel()
+    return (high - low) / 2 * x + (high + low) / 2
+
+
+def explore(x: np.ndarray, noise: float, rng: np.random.Generator, space: Any) -> np.ndarray:
+    """Actions [N, D] from x in [−1, 1] with independent normal noise, clipped: of each dimension's own
+    width."""
+    noisy = x + noise * rng.standard_normal(x.shape, dtype=np.float32)
+    return to_bounds(np.clip(noisy, -1, 1), space)
+
+
+def random_actions(rng: np.random.Generator, space: Any, num_envs: int) -> np.ndarray:
+    """Actions [N, D] uniform between a Box's bounds, per env and dimension."""
+    low, high = space.low.ravel(), space.high.ravel()
+    return rng.uniform(low, high, (num_envs, low.size)).astype(np.float32)
+
+
+class SquashedGaussianPolicy:
+    """Actions bias + scale · tanh(u), u normal; deterministic, tanh of the mean.
+
+    Args:
+        actor: from observations as the network takes them [N, …] to [μ, raw log σ], [N, 2·D].
+        space: the Box.
+        normalizer: of the observations, None where they are taken raw.
+    """
+
+    def __init__(self, actor: Forward, space: Any, normalizer: ObsNormalizer | None) -> None:
+        self.actor, self.space = actor, space
+        self.normalizer = copy.deepcopy(normalizer)
+
+    def initial_state(self, num_envs: int) -> None:
+        """Feed-forward: there is none."""
+
+    def __call__(
+        self, obs: np.ndarray, state: None, rng: np.random.Generator | None
+    ) -> tuple[np.ndarray, None]:
+        """Actions [N, D] for raw observations [N, …]."""
+        outputs = self.actor(obs if self.normalizer is None else self.normalizer(obs, update=False))
+        if rng is not None:
+            return self.draw(outputs, rng, self.space), None
+        return to_bounds(np.tanh(outputs[:, : outputs.shape[1] // 2]), self.space), None
+
+    @staticmethod
+    def draw(outputs: np.ndarray, rng: np.random.Generator, space: Any) -> np.ndarray:
+        """Actions [N, D] from the actor's outputs [N, 2·D]."""
+        mean, raw = np.split(outputs, 2, axis=1)
+        std = np.exp(LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (np.tanh(raw) + 1))
+        noise = rng.standard_normal(mean.shape, dtype=np.float32)
+        return to_bounds(np.tanh(mean + std * noise), space)

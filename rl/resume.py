@@ -91,7 +91,7 @@ def locate(path: str, key: str = "resume") -> tuple[Path | None, Path]:
         )
     if (given / "manifest.json").exists():
         try:
-            checkpoint.load(given)
+            checkpoint.load(given, rings=False)
         except checkpoint.CheckpointError as error:
             raise ConfigError(
                 f"{key}={path}: {error}; {key}={given.parent.parent} takes the newest usable one"
@@ -120,7 +120,7 @@ def refuse_if_alive(run: Path) -> None:
 def _continued(path: Path, cfg: DictConfig, overrides: list[str] | None) -> Config:
     """The saved configuration with the mutable keys that were given: by `overrides`, or (None) wherever `cfg`
     differs."""
-    saved: dict[str, Any] = checkpoint.load(path)[1]["config"]
+    saved: dict[str, Any] = checkpoint.load(path, rings=False)[1]["config"]
     composed: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     if overrides is None:
         composed = check(cfg).resolved

@@ -56,3 +56,8 @@ def explained_variance(values: Tensor, returns: Tensor) -> float:
     """1 − Var(R − V) / Var(R) of values and returns [B]; NaN where the returns do not vary."""
     variance = float(returns.var(correction=0))
     return 1 - float((returns - values).var(correction=0)) / variance if variance > 0 else math.nan
+
+
+def td_target(rewards: Tensor, discounts: Tensor, terminated: Tensor, next_values: Tensor) -> Tensor:
+    """r + γⁿ (1 − terminated) V(s'), all [B]."""
+    return rewards + discounts * (1 - terminated) * next_values

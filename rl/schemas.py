@@ -61,7 +61,17 @@ def _whole_number(self: IntegerNode, value: Any) -> int:
 
 # --- schemas --------------------------------------------------------------------------------------
 
-_LIGHT = {"__future__", "collections", "dataclasses", "enum", "math", "typing", "rl.errors", "rl.schemas"}
+_LIGHT = {
+    "__future__",
+    "collections",
+    "dataclasses",
+    "enum",
+    "math",
+    "typing",
+    "rl.checks",
+    "rl.errors",
+    "rl.schemas",
+}
 
 
 def schema_of(target: str) -> type:

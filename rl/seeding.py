@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-STREAMS = ("envs", "actions", "networks", "minibatches", "replay", "evaluation", "others")
+STREAMS = ("envs", "actions", "networks", "minibatches", "replay", "evaluation", "others", "updates")
 
 
 class Streams:

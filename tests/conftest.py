@@ -24,7 +24,16 @@ ROOT = Path(__file__).resolve().parent.parent
 RECIPES = sorted(path.stem for path in (ROOT / "conf" / "algo").glob("*.yaml"))
 
 # How to make two iterations of an algorithm take moments: overrides by the name of its class.
-SMALL = {"PPO": ("algo.num_steps=64", "algo.num_minibatches=4", "algo.update_epochs=2")}
+_OFF_POLICY = (
+    "algo.learning_starts=200",
+    "algo.buffer_size=600",
+    "algo.batch_size=16",
+    "algo.train_frequency=10",
+)
+SMALL = {
+    "PPO": ("algo.num_steps=64", "algo.num_minibatches=4", "algo.update_epochs=2"),
+    **dict.fromkeys(("DQN", "C51", "DDPG", "TD3", "SAC"), _OFF_POLICY),
+}
 
 register_schema()
 OmegaConf.register_new_resolver("job_folder", commandline.job_folder, replace=True)

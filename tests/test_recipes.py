@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -84,7 +85,7 @@ class TestEveryRecipe:
             ),
         )
         evaluations = [line for line in lines(tmp_path / "with") if "eval/episodic_return" in line]
-        assert len(evaluations) >= 3, "it did evaluate while training"
+        assert len(evaluations) >= 2, "it did evaluate while training"
         training = [
             [x for x in lines(tmp_path / n) if "eval/episodic_return" not in x] for n in ("with", "without")
         ]
@@ -121,7 +122,8 @@ class TestEveryRecipe:
 
     def test_policy_is_a_snapshot(self, recipe: str) -> None:
         algo = algorithm(*small(recipe))
-        obs = np.random.default_rng(0).normal(size=(8, *algo.envs.observation_space.shape)).astype(np.float32)
+        space, actions = configure(f"algo={recipe}").env.check(render=False)
+        obs = np.random.default_rng(0).normal(size=(8, *space.shape)).astype(np.float32)
         policy = algo.policy()
         before = policy(obs, policy.initial_state(8), np.random.default_rng(1))[0]
         for _ in range(3):
@@ -130,7 +132,7 @@ class TestEveryRecipe:
         now = algo.policy()(obs, policy.initial_state(8), np.random.default_rng(1))[0]
         algo.close()
         np.testing.assert_array_equal(before, after)
-        if algo.distribution.has_logstd:
+        if actions.shape:
             assert not np.array_equal(after, now)
 
     def test_evaluates_and_films_from_the_checkpoint_alone(self, recipe: str, tmp_path: Path) -> None:
@@ -153,7 +155,7 @@ class TestEveryRecipe:
         config = configure(f"algo={recipe}", "logger=[tensorboard,csv,wandb]", "logger.wandb.mode=offline")
         source = "\n".join(p.read_text() for p in (ROOT / "rl").rglob("*.py"))
         for section in (config.algo, config.env, config.network, *config.loggers.values()):
-            keys = [f for f, spec in section.__dataclass_fields__.items() if spec.init]
+            keys = [f.name for f in fields(section) if f.init]
             unread = [key for key in keys if f".{key}" not in source]
             assert not unread, f"{type(section).__name__}: nothing reads {unread}"
 

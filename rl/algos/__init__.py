@@ -7,6 +7,7 @@ not be restored exactly.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -28,6 +29,14 @@ class Context:
     device: torch.device
     precision: str = "fp32"
     compile: bool = False
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """A block in which networks are evaluated in the run's precision."""
+        if self.precision != "bf16":
+            return nullcontext()
+        import torch
+
+        return torch.autocast(self.device.type, torch.bfloat16)
 
 
 class Policy(Protocol):

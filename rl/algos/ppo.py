@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -157,7 +156,6 @@ class PPO:
         self.optimizer = torch.optim.Adam(
             [self.flat], lr=config.learning_rate, eps=config.adam_eps, fused=True
         )
-        self.bf16 = context.precision == "bf16"
         self.obs_normalizer = ObsNormalizer(observation_shape, env.clip_obs) if env.normalize_obs else None
         self.reward_normalizer = (
             RewardNormalizer(self.num_envs, config.gamma, env.clip_reward) if env.normalize_reward else None
@@ -283,7 +281,7 @@ class PPO:
 
     def _forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """Actor outputs and values in float32, computed in the run's precision."""
-        with torch.autocast(self.device.type, torch.bfloat16) if self.bf16 else nullcontext():
+        with self.context.autocast():
             outputs, values = self.agent(obs)
         return outputs.float(), values.float()
 

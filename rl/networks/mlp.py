@@ -23,6 +23,7 @@ class MLP:
     hidden_sizes: list[int] = bounded()
     activation: str = bounded(choices=tuple(ACTIVATIONS))
     shared: bool = bounded()
+    orthogonal: bool = bounded()
 
     def check(self, observation_space: Any) -> None:
         """Raise ConfigError when observations are not vectors or a layer has no units."""
@@ -38,16 +39,17 @@ class MLP:
             )
 
     def build(self, observation_shape: tuple[int, ...]) -> nn.Sequential:
-        """The encoder, orthogonal with gain √2; its output has `hidden_sizes[-1]` features, see
-        `features`."""
+        """The encoder, its weights orthogonal with gain √2 or torch's default; see `features` for its
+        output."""
         from torch import nn
 
         from rl.networks.initialisers import layer_init
 
+        prepare = layer_init if self.orthogonal else nn.Identity()
         sizes = [math.prod(observation_shape), *self.hidden_sizes]
         layers: list[nn.Module] = []
         for fan_in, fan_out in itertools.pairwise(sizes):
-            layers += [layer_init(nn.Linear(fan_in, fan_out)), getattr(nn, ACTIVATIONS[self.activation])()]
+            layers += [prepare(nn.Linear(fan_in, fan_out)), getattr(nn, ACTIVATIONS[self.activation])()]
         return nn.Sequential(*layers)
 
     def features(self, observation_shape: tuple[int, ...]) -> int:

@@ -22,17 +22,20 @@ _ACTIVATIONS: dict[type[nn.Module], Callable[[np.ndarray], np.ndarray]] = {
 _MOST_UNITS = 512
 
 
-def numpy_forward(network: nn.Sequential) -> Forward:
-    """A function from observations [N, …] to the outputs [N, K] of `network` with its present weights.
+def numpy_forward(network: nn.Sequential, live: bool = False) -> Forward:
+    """A function from observations [N, …] to the outputs [N, K] of `network`.
 
-    The weights are copied: train the network and call this again.
+    The weights are copied: train the network and call this again. With `live` they are looked at where they
+    are, so that a network that is trained in place between two steps acts with its newest weights.
     """
+    if live and next(network.parameters()).device.type != "cpu":
+        return _torch_forward(network)
     steps: list[Forward] = []
     for layer in network.modules():
         if isinstance(layer, nn.Sequential):
             continue
         if isinstance(layer, nn.Linear) and layer.bias is not None and max(layer.weight.shape) <= _MOST_UNITS:
-            steps.append(_linear(layer))
+            steps.append(_linear(layer, live))
         elif type(layer) in _ACTIVATIONS:
             steps.append(_ACTIVATIONS[type(layer)])
         else:
@@ -46,9 +49,11 @@ def numpy_forward(network: nn.Sequential) -> Forward:
     return forward
 
 
-def _linear(layer: nn.Linear) -> Forward:
-    weight = np.ascontiguousarray(layer.weight.detach().float().cpu().numpy().T)
-    bias = layer.bias.detach().float().cpu().numpy().copy()
+def _linear(layer: nn.Linear, live: bool) -> Forward:
+    weight = layer.weight.detach().float().cpu().numpy().T
+    bias = layer.bias.detach().float().cpu().numpy()
+    if not live:
+        weight, bias = np.array(weight, order="C"), bias.copy()
 
     def apply(x: np.ndarray) -> np.ndarray:
         y = x @ weight

@@ -1,0 +1,69 @@
+"""A network being trained: its parameters in one piece, its optimiser, and the copy that follows it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from rl.optim import flatten_parameters, load_optimizer_state, optimizer_state
+
+Network = TypeVar("Network", bound=nn.Module)
+
+
+class Learner(Generic[Network]):
+    """A network, Adam on its flat parameters, and a target network.
+
+    Args:
+        network: on its device, with its initial weights; `target` starts as a copy of it.
+        learning_rate, adam_eps: of Adam.
+    """
+
+    def __init__(self, network: Network, learning_rate: float, adam_eps: float = 1e-8) -> None:
+        self.network = network
+        self.target = copy.deepcopy(network).requires_grad_(False)
+        self._parameters = list(network.parameters())
+        self._flat, self._grad = flatten_parameters(network)
+        self._target_flat, _ = flatten_parameters(self.target)
+        self.optimizer = torch.optim.Adam([self._flat], lr=learning_rate, eps=adam_eps, fused=True)
+
+    def step(self, loss: Tensor) -> None:
+        """One step down the gradient of `loss`."""
+        self._grad.zero_()
+        loss.backward()
+        self.optimizer.step()
+
+    def follow(self, tau: float) -> None:
+        """target ← (1 − τ) target + τ network."""
+        self._target_flat.data.lerp_(self._flat.data, tau)
+
+    def freeze(self, frozen: bool) -> None:
+        """Whether the weights take part in gradients: an actor's loss needs none of its critics'."""
+        for parameter in self._parameters:
+            parameter.requires_grad_(not frozen)
+
+    def weights(self) -> dict[str, Any]:
+        """The weights of network and target, for `networks` of the algorithm's state."""
+        return {"online": dict(self.network.state_dict()), "target": dict(self.target.state_dict())}
+
+    def load_weights(self, weights: dict[str, Any]) -> None:
+        """Continue with `weights()`."""
+        self.network.load_state_dict(weights["online"])
+        self.target.load_state_dict(weights["target"])
+
+
+def learners_state(learners: dict[str, Learner[Any]]) -> dict[str, Any]:
+    """`networks` and `optimizers` of an algorithm's state."""
+    return {
+        "networks": {name: learner.weights() for name, learner in learners.items()},
+        "optimizers": {name: optimizer_state(learner.optimizer) for name, learner in learners.items()},
+    }
+
+
+def load_learners(learners: dict[str, Learner[Any]], state: dict[str, Any]) -> None:
+    """Continue from `learners_state`."""
+    for name, learner in learners.items():
+        learner.load_weights(state["networks"][name])
+        load_optimizer_state(learner.optimizer, state["optimizers"][name])
