@@ -100,6 +100,38 @@ PPO: dict[str, Any] = {
     "adam_eps": 1e-5,
 }
 
+STARTS = (
+    1000  # env steps before the first update, of the off-policy workloads: most of a run has them behind it
+)
+
+CONTINUOUS: dict[str, Any] = {
+    "policy": "MlpPolicy",
+    "gamma": 0.99,
+    "buffer_size": 1_000_000,
+    "learning_starts": STARTS,
+    "batch_size": 256,
+    "tau": 0.005,
+    "train_freq": 1,
+    "gradient_steps": 1,
+    "learning_rate": 3e-4,
+    "net_arch": [256, 256],
+    "activation": "ReLU",
+}
+
+
+def continuous(sb3_class: str, **kwargs: Any) -> Workload:
+    """An off-policy workload on HalfCheetah-v4, with as many threads as there are on either side."""
+    return Workload(
+        env_id="HalfCheetah-v4",
+        num_envs=1,
+        steps=STARTS + 4000,
+        sb3_class=sb3_class,
+        sb3_kwargs=CONTINUOUS | kwargs,
+        anneal_lr=False,
+        overrides=(f"algo.learning_starts={STARTS}", "torch_threads=null"),
+    )
+
+
 WORKLOADS: dict[str, Workload] = {
     "ppo": Workload(
         env_id="CartPole-v1",
@@ -118,26 +150,64 @@ WORKLOADS: dict[str, Workload] = {
         | {"n_steps": 2048, "batch_size": 64, "n_epochs": 10, "learning_rate": 3e-4, "ent_coef": 0.0},
         normalize=True,
     ),
+    "dqn": Workload(
+        env_id="CartPole-v1",
+        num_envs=1,
+        steps=50_000,
+        sb3_class="DQN",
+        sb3_kwargs={
+            "policy": "MlpPolicy",
+            "gamma": 0.99,
+            "buffer_size": 10_000,
+            "learning_starts": STARTS,
+            "batch_size": 128,
+            "train_freq": 10,
+            "gradient_steps": 1,
+            "target_update_interval": 500,
+            "exploration_fraction": 0.5,
+            "exploration_final_eps": 0.05,
+            "max_grad_norm": float("inf"),
+            "learning_rate": 2.5e-4,
+            "net_arch": [120, 84],
+            "activation": "ReLU",
+        },
+        anneal_lr=False,
+        overrides=(f"algo.learning_starts={STARTS}",),
+    ),
+    # CleanRL's delays: policy_frequency 2 for all three; SB3's DDPG is its TD3 with one critic and no smoothing.
+    "ddpg_continuous_action": continuous(
+        "TD3", policy_delay=2, target_policy_noise=1e-9, n_critics=1, action_noise=0.1
+    ),
+    "td3_continuous_action": continuous("TD3", policy_delay=2, action_noise=0.1),
+    "sac_continuous_action": continuous("SAC"),
 }
 
 
 def sb3_train(workload: Workload, steps: int, seed: int) -> Measurement:
     """Train with SB3 in this process; the seconds are those of `learn()`."""
+    import numpy as np
     import stable_baselines3
     import torch
     from stable_baselines3.common.env_util import make_vec_env
+    from stable_baselines3.common.noise import NormalActionNoise
     from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 
     kwargs = dict(workload.sb3_kwargs)
     learning_rate = kwargs.pop("learning_rate")
     policy_kwargs = {
         "net_arch": kwargs.pop("net_arch"),
-        "activation_fn": torch.nn.Tanh,
-        "optimizer_kwargs": {"eps": kwargs.pop("adam_eps")},
+        "activation_fn": getattr(torch.nn, kwargs.pop("activation", "Tanh")),
+        "optimizer_kwargs": {"eps": kwargs.pop("adam_eps", 1e-8)},
     }
-    envs: VecEnv = make_vec_env(workload.env_id, n_envs=workload.num_envs, seed=seed)  # a DummyVecEnv
+    if "n_critics" in kwargs:
+        policy_kwargs["n_critics"] = kwargs.pop("n_critics")
+    envs: VecEnv
+    envs = make_vec_env(workload.env_id, n_envs=workload.num_envs, seed=seed)  # a DummyVecEnv
     if workload.normalize:
         envs = VecNormalize(envs, gamma=kwargs["gamma"], clip_obs=10.0, clip_reward=10.0)
+    if "action_noise" in kwargs:
+        size = envs.action_space.shape[0]  # type: ignore[index]
+        kwargs["action_noise"] = NormalActionNoise(np.zeros(size), np.full(size, kwargs["action_noise"]))
     model = getattr(stable_baselines3, workload.sb3_class)(
         env=envs,
         learning_rate=(lambda left: left * learning_rate) if workload.anneal_lr else learning_rate,

@@ -39,6 +39,9 @@ _STEP = re.compile(r"step_(\d+)")
 _SEGMENT = re.compile(r"ring_[0-9a-f]+_\d+_\d+\.safetensors")
 _SEAL = ',\n"manifest_sha256": "'  # last entry of the manifest: the hash of all that precedes it
 _CHUNK = 1 << 24  # bytes hashed and written at a time
+_sound: set[Path] = (
+    set()
+)  # checkpoints that this process wrote or loaded: their segments may be linked unread
 
 
 class CheckpointError(Exception):
@@ -75,11 +78,14 @@ def load(path: Path, *, rings: bool = True) -> tuple[dict[str, Any], dict[str, A
     """
     path = Path(path)
     manifest = _verify(path)
+    _sound.add(path)
     try:
         arrays = read_arrays(path / ARRAYS) if ARRAYS in manifest["files"] else {}
         tensors = read_tensors(path / TENSORS) if TENSORS in manifest["files"] else {}
-        entries = manifest.pop("rings", {}) if rings else {}
-        rows = {name: ring_files.assemble(entry, read_arrays, path) for name, entry in entries.items()}
+        entries = manifest.pop("rings", {})
+        rows = {
+            name: ring_files.assemble(entry, read_arrays, path) for name, entry in entries.items() if rings
+        }
         state = decode(manifest.pop("state"), arrays, tensors, rows)
         manifest["config"] = decode(manifest["config"], {}, {})
     except Exception as error:
@@ -122,6 +128,7 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 def _discard(path: Path) -> None:
     """Remove a checkpoint: first of all its name, so that a kill leaves no half of it."""
+    _sound.discard(path)
     doomed = temporary_path(path)
     os.rename(path, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
@@ -147,7 +154,8 @@ def _write(final: Path, state: dict[str, Any], env_steps: int, config: dict[str,
         for name, entries in ((TENSORS, encoder.tensors), (ARRAYS, encoder.arrays)):
             if entries:
                 fields["files"][name] = _write_durably(temporary / name, file_parts(entries))
-        _write_rings(temporary, encoder.rings, _earlier(final), fields)
+        if encoder.rings:
+            _write_rings(temporary, encoder.rings, _earlier(final), fields)
         # a line for each entry, so that `head` shows everything but the state
         lines = (f'"{key}": {json.dumps(value, allow_nan=False)}' for key, value in fields.items())
         body = "{\n" + ",\n".join(lines)
@@ -157,6 +165,7 @@ def _write(final: Path, state: dict[str, Any], env_steps: int, config: dict[str,
         if final.exists():  # known to be bad
             _discard(final)
         os.rename(temporary, final)
+        _sound.add(final)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -164,9 +173,12 @@ def _write(final: Path, state: dict[str, Any], env_steps: int, config: dict[str,
 
 
 def _earlier(final: Path) -> Path | None:
-    """The newest checkpoint before `final`, whose segments of rings may be linked."""
+    """The newest sound checkpoint before `final`, whose segments of rings may be linked.
+
+    After a resume the newest may be one that was found to be bad: its damage is not handed on.
+    """
     before = (path for path in _checkpoints(final.parent) if _step(path) < _step(final))
-    return next(before, None)
+    return next((path for path in before if path in _sound or _is_valid(path)), None)
 
 
 def _write_rings(
@@ -174,7 +186,7 @@ def _write_rings(
 ) -> None:
     """Link or write the segments of each ring, and describe them in the manifest's fields."""
     known: dict[str, Any] = {"rings": {}, "files": {}}
-    if rings and earlier is not None:
+    if earlier is not None:
         try:
             known = _read_manifest(earlier / MANIFEST)
         except CheckpointError as error:

@@ -23,6 +23,7 @@ from rl.buffers import ReplayBuffer
 from rl.checks import OffPolicyConfig
 from rl.envs.normalization import ObsNormalizer
 from rl.metrics import FinishedEpisode, Metrics
+from rl.optim import flushed_denormals
 from rl.seeding import generator_state, set_generator_state
 
 CHUNK = 1000  # env steps of an iteration
@@ -99,9 +100,10 @@ class Experience:
             due = self.due()
             if due:
                 before = time.perf_counter()
-                for _ in range(due):
-                    for name, value in update(self.sample()).items():
-                        reported[name].append(value)
+                with flushed_denormals():
+                    for _ in range(due):
+                        for name, value in update(self.sample()).items():
+                            reported[name].append(value)
                 updating += time.perf_counter() - before
             after_step()
         if reported:
@@ -132,9 +134,9 @@ class Experience:
         owed = self.owed_before + intervals * self.config.gradient_steps
         return max(0, owed - self.gradient_steps)
 
-    def crossed(self, interval: int) -> bool:
-        """Whether the latest vector step reached or passed a multiple of `interval` env steps."""
-        return self.env_steps // interval > (self.env_steps - self.num_envs) // interval
+    def crossed(self, interval: int) -> int:
+        """How many multiples of `interval` env steps the latest vector step reached or passed."""
+        return self.env_steps // interval - (self.env_steps - self.num_envs) // interval
 
     def normalized(self, obs: np.ndarray) -> np.ndarray:
         """Observations [N, …] as networks take them."""

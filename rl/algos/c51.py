@@ -151,7 +151,7 @@ class C51:
 
     def sync_target(self) -> None:
         """Let the target follow at every `target_network_frequency` env steps crossed."""
-        if self.experience.crossed(self.config.target_network_frequency):
+        for _ in range(self.experience.crossed(self.config.target_network_frequency)):
             self.q.follow(self.config.tau)
 
     def _loss(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
@@ -183,10 +183,11 @@ class C51:
         """Warn once when a hundredth of the targets' means lie beyond the atoms."""
         if part > 0.01 and not self.warned:
             self.warned = True
+            low, high = self.config.v_min, self.config.v_max
             log.warning(
                 "%.0f%% of the returns lie outside algo.v_min=%g … algo.v_max=%g: widen them, e.g. "
-                "algo.v_max=%g",
-                100 * part, self.config.v_min, self.config.v_max, 2 * self.config.v_max,
+                "algo.v_min=%g algo.v_max=%g",
+                100 * part, low, high, low - (high - low) / 2, high + (high - low) / 2,
             )  # fmt: skip
 
     def policy(self) -> GreedyPolicy:

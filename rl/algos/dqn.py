@@ -122,7 +122,7 @@ class DQN:
 
     def sync_target(self) -> None:
         """Let the target follow at every `target_network_frequency` env steps crossed."""
-        if self.experience.crossed(self.config.target_network_frequency):
+        for _ in range(self.experience.crossed(self.config.target_network_frequency)):
             self.q.follow(self.config.tau)
 
     def _loss(self, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -31,7 +31,13 @@ from rl.envs.normalization import ObsNormalizer, RewardNormalizer
 from rl.errors import ConfigError
 from rl.metrics import FinishedEpisode, Metrics, require_finite
 from rl.networks.initialisers import layer_init
-from rl.optim import clip_grad_norm, flatten_parameters, load_optimizer_state, optimizer_state
+from rl.optim import (
+    clip_grad_norm,
+    flatten_parameters,
+    flushed_denormals,
+    load_optimizer_state,
+    optimizer_state,
+)
 from rl.policies import ActorPolicy
 from rl.returns import explained_variance, gae
 from rl.rollout import Rollout
@@ -174,7 +180,8 @@ class PPO:
         self.iteration += 1
         batch, episodes = self.collect()
         collected = time.perf_counter()
-        scalars = self.update(batch)
+        with flushed_denormals():
+            scalars = self.update(batch)
         scalars["time/collect"] = collected - start
         scalars["time/update"] = time.perf_counter() - collected
         return Metrics(scalars, episodes)

@@ -144,7 +144,7 @@ class TD3:
 
     def _actor_loss(self, batch: Batch) -> Tensor:
         """−mean Q_1(s, μ(s))."""
-        return -self.critics.network(batch.obs, self.actor.network(batch.obs))[0].mean()
+        return -self.critics.network(batch.obs, self.actor.network(batch.obs), count=1).mean()
 
     def policy(self) -> BoundedPolicy:
         """The present policy: μ(s), or with exploration noise when sampled."""

@@ -117,7 +117,7 @@ class Critics(nn.Module):
         ]
         self.ensemble = Ensemble(members)
 
-    def forward(self, obs: Tensor, actions: Tensor) -> Tensor:
-        """Q [E, B] of observations [B, D] and actions [B, A]."""
-        q: Tensor = self.ensemble(torch.cat((obs, actions), dim=-1))
+    def forward(self, obs: Tensor, actions: Tensor, count: int | None = None) -> Tensor:
+        """Q [E, B] of observations [B, D] and actions [B, A]; with `count`, of that many first critics."""
+        q: Tensor = self.ensemble(torch.cat((obs, actions), dim=-1), count)
         return q.squeeze(-1).float()

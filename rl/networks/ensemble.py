@@ -31,13 +31,22 @@ class Ensemble(nn.Module):
             else:
                 raise TypeError(f"an ensemble is of linear layers and activations, not {type(layers[0])}")
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Outputs [E, B, K] of inputs [B, D], the same for all members, or [E, B, D]."""
-        if x.dim() == 2:
-            x = x.expand(self.size, *x.shape)
+    def forward(self, x: Tensor, count: int | None = None) -> Tensor:
+        """Outputs [E, B, K] of inputs [B, D], the same for all members; with `count`, of that many first
+        members."""
+        count = self.size if count is None else count
+        x = x.expand(count, *x.shape)
         for weight, bias, activation in zip(self.weights, self.biases, self.activations, strict=True):
-            x = activation(torch.baddbmm(bias, x, weight))
+            x = activation(_affine(x, weight[:count], bias[:count]))
         return x
+
+
+def _affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """x W + b of x [E, B, D], W [E, D, K] and b [E, 1, K]."""
+    if weight.shape[-1] > 1:
+        return torch.baddbmm(bias, x, weight)
+    # A single output is a weighted sum: as a matrix product its gradient costs several times more.
+    return (x * weight.transpose(1, 2)).sum(-1, keepdim=True) + bias
 
 
 def _layers(network: nn.Module) -> list[nn.Module]:

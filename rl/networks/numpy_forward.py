@@ -7,6 +7,7 @@ torch as usual.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import numpy as np
@@ -29,7 +30,7 @@ def numpy_forward(network: nn.Sequential, live: bool = False) -> Forward:
     are, so that a network that is trained in place between two steps acts with its newest weights.
     """
     if live and next(network.parameters()).device.type != "cpu":
-        return _torch_forward(network)
+        return _torch_forward(network, live)
     steps: list[Forward] = []
     for layer in network.modules():
         if isinstance(layer, nn.Sequential):
@@ -39,7 +40,7 @@ def numpy_forward(network: nn.Sequential, live: bool = False) -> Forward:
         elif type(layer) in _ACTIVATIONS:
             steps.append(_ACTIVATIONS[type(layer)])
         else:
-            return _torch_forward(network)
+            return _torch_forward(network, live)
 
     def forward(x: np.ndarray) -> np.ndarray:
         for step in steps:
@@ -63,7 +64,8 @@ def _linear(layer: nn.Linear, live: bool) -> Forward:
     return apply
 
 
-def _torch_forward(network: nn.Sequential) -> Forward:
+def _torch_forward(network: nn.Sequential, live: bool) -> Forward:
+    network = network if live else copy.deepcopy(network)
     device = next(network.parameters()).device
 
     def forward(x: np.ndarray) -> np.ndarray:
