@@ -174,7 +174,7 @@ WORKLOADS: dict[str, Workload] = {
         anneal_lr=False,
         overrides=(f"algo.learning_starts={STARTS}",),
     ),
-    # CleanRL's delays: policy_frequency 2 for all three; SB3's DDPG is its TD3 with one critic and no smoothing.
+    # As CleanRL has them, delayed policies included; DDPG is SB3's TD3 with one critic and no smoothing.
     "ddpg_continuous_action": continuous(
         "TD3", policy_delay=2, target_policy_noise=1e-9, n_critics=1, action_noise=0.1
     ),
