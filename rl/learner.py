@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 from typing import Any, Generic, TypeVar
 
-import torch
 from torch import Tensor, nn
 
-from rl.optim import flatten_parameters, load_optimizer_state, optimizer_state
+from rl.optim import Adam, flatten_parameters
 
 Network = TypeVar("Network", bound=nn.Module)
 
@@ -25,13 +24,13 @@ class Learner(Generic[Network]):
         self.network = network
         self.target = copy.deepcopy(network).requires_grad_(False)
         self._parameters = list(network.parameters())
-        self._flat, self._grad = flatten_parameters(network)
+        self._flat, grad = flatten_parameters(network)
         self._target_flat, _ = flatten_parameters(self.target)
-        self.optimizer = torch.optim.Adam([self._flat], lr=learning_rate, eps=adam_eps, fused=True)
+        self.optimizer = Adam(self._flat, grad, learning_rate, adam_eps)
 
     def step(self, loss: Tensor) -> None:
         """One step down the gradient of `loss`."""
-        self._grad.zero_()
+        self.optimizer.grad.zero_()
         loss.backward()
         self.optimizer.step()
 
@@ -58,7 +57,7 @@ def learners_state(learners: dict[str, Learner[Any]]) -> dict[str, Any]:
     """`networks` and `optimizers` of an algorithm's state."""
     return {
         "networks": {name: learner.weights() for name, learner in learners.items()},
-        "optimizers": {name: optimizer_state(learner.optimizer) for name, learner in learners.items()},
+        "optimizers": {name: learner.optimizer.state_dict() for name, learner in learners.items()},
     }
 
 
@@ -66,4 +65,4 @@ def load_learners(learners: dict[str, Learner[Any]], state: dict[str, Any]) -> N
     """Continue from `learners_state`."""
     for name, learner in learners.items():
         learner.load_weights(state["networks"][name])
-        load_optimizer_state(learner.optimizer, state["optimizers"][name])
+        learner.optimizer.load_state_dict(state["optimizers"][name])

@@ -1,7 +1,7 @@
-"""Stepping a small network cheaply, and the state of an optimiser as a checkpoint can hold it.
+"""Stepping a small network cheaply.
 
 Below a few hundred units a kernel launch costs more than its arithmetic, so a dozen parameters are worth
-keeping in one piece: zeroing, clipping and stepping are then one operation each.
+keeping in one piece: zeroing, clipping and stepping are then a few operations.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 
 @contextmanager
@@ -54,24 +53,38 @@ def clip_grad_norm(grad: Tensor, max_norm: float) -> None:
     grad.mul_((max_norm / (grad.norm() + 1e-6)).clamp(max=1.0))
 
 
-def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
-    """The optimiser's `state_dict` with the parameters' numbers as strings."""
-    state = optimizer.state_dict()
-    groups = [
-        {**group, "betas": list(group["betas"])} if "betas" in group else dict(group)
-        for group in state["param_groups"]
-    ]
-    return {
-        "state": {str(number): dict(slots) for number, slots in state["state"].items()},
-        "param_groups": groups,
-    }
+class Adam:
+    """Adam (Kingma & Ba 2015, algorithm 1) on one flat parameter, as torch's but for what it imports.
 
+    torch's optimisers load its compiler at their first step, which takes a second or two of every start.
 
-def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Continue from `optimizer_state`."""
-    slots = {int(number): slots for number, slots in state["state"].items()}
-    groups = [
-        {**group, "betas": tuple(group["betas"])} if "betas" in group else group
-        for group in state["param_groups"]
-    ]
-    optimizer.load_state_dict({"state": slots, "param_groups": groups})
+    Args:
+        parameter, grad: [P], stepped in place; see `flatten_parameters`.
+        lr: the step size; may be set between steps.
+        eps: added to the root of the second moment.
+    """
+
+    def __init__(self, parameter: Tensor, grad: Tensor, lr: float, eps: float = 1e-8) -> None:
+        self.parameter, self.grad, self.lr, self.eps = parameter.detach(), grad, lr, eps
+        self.betas = (0.9, 0.999)
+        self.steps = 0
+        self.mean, self.square = torch.zeros_like(grad), torch.zeros_like(grad)
+
+    def step(self) -> None:
+        """One step: θ ← θ − lr · m̂ / (√v̂ + ε)."""
+        self.steps += 1
+        beta1, beta2 = self.betas
+        self.mean.lerp_(self.grad, 1 - beta1)  # m ← β₁ m + (1 − β₁) g
+        self.square.mul_(beta2).addcmul_(self.grad, self.grad, value=1 - beta2)  # v ← β₂ v + (1 − β₂) g²
+        root = self.square.sqrt().div_((1 - beta2**self.steps) ** 0.5).add_(self.eps)
+        self.parameter.addcdiv_(self.mean, root, value=-self.lr / (1 - beta1**self.steps))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Moments and count of steps."""
+        return {"mean": self.mean, "square": self.square, "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict`."""
+        self.mean.copy_(state["mean"])
+        self.square.copy_(state["square"])
+        self.steps = int(state["steps"])

@@ -31,13 +31,7 @@ from rl.envs.normalization import ObsNormalizer, RewardNormalizer
 from rl.errors import ConfigError
 from rl.metrics import FinishedEpisode, Metrics, require_finite
 from rl.networks.initialisers import layer_init
-from rl.optim import (
-    clip_grad_norm,
-    flatten_parameters,
-    flushed_denormals,
-    load_optimizer_state,
-    optimizer_state,
-)
+from rl.optim import Adam, clip_grad_norm, flatten_parameters, flushed_denormals
 from rl.policies import ActorPolicy
 from rl.returns import explained_variance, gae
 from rl.rollout import Rollout
@@ -159,9 +153,7 @@ class PPO:
         torch.manual_seed(context.streams.integer("networks"))
         self.agent = Agent(network, observation_shape, self.distribution).to(self.device)
         self.flat, self.grad = flatten_parameters(self.agent)
-        self.optimizer = torch.optim.Adam(
-            [self.flat], lr=config.learning_rate, eps=config.adam_eps, fused=True
-        )
+        self.optimizer = Adam(self.flat, self.grad, config.learning_rate, config.adam_eps)
         self.obs_normalizer = ObsNormalizer(observation_shape, env.clip_obs) if env.normalize_obs else None
         self.reward_normalizer = (
             RewardNormalizer(self.num_envs, config.gamma, env.clip_reward) if env.normalize_reward else None
@@ -241,7 +233,7 @@ class PPO:
         learning_rate = c.learning_rate
         if c.anneal_lr:  # lr at iteration i of N is lr · (1 − (i − 1)/N)
             learning_rate *= max(0.0, 1 - (self.iteration - 1) / self.num_iterations)
-        self.optimizer.param_groups[0]["lr"] = learning_rate
+        self.optimizer.lr = learning_rate
         losses: list[tuple[Tensor, ...]] = []
         for _ in range(c.update_epochs):
             order = torch.from_numpy(self.minibatch_rng.permutation(self.batch_size)).to(self.device)
@@ -305,7 +297,7 @@ class PPO:
         return {
             "networks": {"agent": dict(self.agent.state_dict())},
             "normalizers": {name: n.state_dict() for name, n in normalizers.items() if n is not None},
-            "optimizer": optimizer_state(self.optimizer),
+            "optimizer": self.optimizer.state_dict(),
             "streams": {
                 "actions": generator_state(self.action_rng),
                 "minibatches": generator_state(self.minibatch_rng),
@@ -321,7 +313,7 @@ class PPO:
             self.obs_normalizer.load_state_dict(state["normalizers"]["obs"])
         if self.reward_normalizer is not None:
             self.reward_normalizer.load_state_dict(state["normalizers"]["reward"])
-        load_optimizer_state(self.optimizer, state["optimizer"])
+        self.optimizer.load_state_dict(state["optimizer"])
         set_generator_state(self.action_rng, state["streams"]["actions"])
         set_generator_state(self.minibatch_rng, state["streams"]["minibatches"])
         self.env_steps = state["counters"]["env_steps"]

@@ -29,7 +29,7 @@ from rl.metrics import Metrics, require_finite
 from rl.networks.continuous import Critics, SquashedGaussianActor
 from rl.networks.numpy_forward import numpy_forward
 from rl.offpolicy import Batch, Experience, critic_report
-from rl.optim import load_optimizer_state, optimizer_state
+from rl.optim import Adam
 from rl.policies import SquashedGaussianPolicy, random_actions
 from rl.returns import td_target
 from rl.schemas import bounded
@@ -95,7 +95,8 @@ class SAC:
         self.target_entropy = -float(size)
         start = 0.0 if config.autotune else float(np.log(max(config.alpha, 1e-38)))
         self.log_alpha = nn.Parameter(torch.full((1,), start, device=context.device))
-        self.alpha_optimizer = torch.optim.Adam([self.log_alpha], lr=config.q_lr, fused=True)
+        self.log_alpha.grad = torch.zeros_like(self.log_alpha)
+        self.alpha_optimizer = Adam(self.log_alpha, self.log_alpha.grad, config.q_lr)
         self.actor_outputs = numpy_forward(actor.network, live=True)
         self.rng = torch.Generator(context.device).manual_seed(context.streams.integer("updates") >> 1)
         compiled = torch.compile if context.compile else lambda function: function
@@ -146,7 +147,7 @@ class SAC:
         report = {"actor_loss": loss.detach(), "entropy": -logprobs.detach().mean()}
         if self.config.autotune:
             loss = alpha_loss(self.log_alpha, logprobs.detach(), self.target_entropy)
-            self.alpha_optimizer.zero_grad()
+            self.alpha_optimizer.grad.zero_()
             loss.backward()
             self.alpha_optimizer.step()
             report["alpha_loss"] = loss.detach()[0]
@@ -180,7 +181,7 @@ class SAC:
         return {
             **learners_state(self.learners),
             "log_alpha": self.log_alpha.detach(),
-            "alpha_optimizer": optimizer_state(self.alpha_optimizer),
+            "alpha_optimizer": self.alpha_optimizer.state_dict(),
             "noise": self.rng.get_state(),
             **self.experience.state_dict(),
         }
@@ -189,7 +190,7 @@ class SAC:
         """Continue from a saved state; notes on what could not be restored exactly."""
         load_learners(self.learners, state)
         self.log_alpha.data.copy_(state["log_alpha"])
-        load_optimizer_state(self.alpha_optimizer, state["alpha_optimizer"])
+        self.alpha_optimizer.load_state_dict(state["alpha_optimizer"])
         self.rng.set_state(state["noise"])
         return self.experience.load_state_dict(state)
 
