@@ -79,17 +79,14 @@ def table(runs: list[Run]) -> str:
 
 
 def provenance(runs: list[Run]) -> str:
-    """The machine, the versions and the exact commands."""
+    """The machine, the versions and the exact commands, each with its commit and wall time."""
     facts = runs[0].record["provenance"]
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
-    commits = sorted({str(run.record["provenance"]["git"]["commit"])[:12] for run in runs})
-    return "\n".join(
-        [
-            f"Commit {', '.join(commits)}; {facts['cpu']}, {facts['cores']} cores; {versions}.",
-            "",
-            *(f"    {run.command}  # {run.record['train_seconds']:.0f} s" for run in runs),
-        ]
-    )
+    lines = [f"{facts['cpu']}, {facts['cores']} cores, one thread a run, two runs at a time; {versions}.", ""]
+    for run in runs:
+        commit = str(run.record["provenance"]["git"]["commit"])[:12]
+        lines.append(f"    {run.command}  # commit {commit}, {run.record['train_seconds']:.0f} s")
+    return "\n".join(lines)
 
 
 def main() -> None:
