@@ -247,10 +247,10 @@ class TestComposition:
     def test_types_of_a_schema(self) -> None:
         values = typed(
             schema_of("rl.networks.mlp.MLP"),
-            {"hidden_sizes": [8], "activation": "relu", "shared": "true"},
+            {"hidden_sizes": [8], "activation": "relu", "shared": "true", "orthogonal": False},
             "network",
         )
-        assert values == {"hidden_sizes": [8], "activation": "relu", "shared": True}
+        assert values == {"hidden_sizes": [8], "activation": "relu", "shared": True, "orthogonal": False}
         with pytest.raises(ConfigError, match=r"network.activaton.*network.activation"):
             typed(schema_of("rl.networks.mlp.MLP"), {"activaton": "relu"}, "network")
         with pytest.raises(ConfigError, match="_target_"):

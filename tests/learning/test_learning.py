@@ -10,7 +10,7 @@ from tests.conftest import train
 
 class TestPPO:
     def test_cartpole(self, tmp_path: Path) -> None:
-        outcome = train(tmp_path, "algo=ppo", "total_timesteps=300_000")
+        outcome = train(tmp_path, "algo=ppo")
         rows = list(csv.DictReader((tmp_path / "episodes.csv").read_text().splitlines()))
         returns = [float(row["return"]) for row in rows[-100:]]
         assert sum(returns) / 100 >= 475
