@@ -225,8 +225,10 @@ def set_critics(network: Any, action_weight: float, biases: list[float]) -> None
 
 class TestDDPG:
     def test_critic_target(self) -> None:
-        # μ_target = [0, 0, 0.5] and Q_target = Σ a + 3 = 3.5: y = 1 + 0.5 · 3.5 = 2.75, terminated: 2; Q = 0
+        # μ_target = [0, 0, 0.5] and Q_target = Σ a + 3 = 3.5: y = 1 + 0.5 · 3.5 = 2.75, terminated: 2; Q = 0.
+        # The actor itself is elsewhere
         ddpg = linear(DDPG)
+        fill(ddpg.actor.network, 1.0)
         set_critics(ddpg.critic.target, 1.0, [3.0])
         losses, q = ddpg._critic_loss(batch([1.0, 2.0], [0.0, 1.0]))
         assert losses.tolist() == pytest.approx([(2.75**2 + 2.0**2) / 2])
