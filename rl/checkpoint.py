@@ -96,6 +96,16 @@ def load(path: Path, *, rings: bool = True) -> tuple[dict[str, Any], dict[str, A
     return state, manifest
 
 
+def manifest(path: Path) -> dict[str, Any]:
+    """The manifest of checkpoint `path` as `load` gives it, all files verified, nothing of the state read.
+
+    For those who want to know what a checkpoint is: it needs no torch. Raises CheckpointError.
+    """
+    entries = _verify(Path(path))
+    entries["config"] = decode(entries["config"], {}, {})
+    return {name: value for name, value in entries.items() if name not in ("state", "rings")}
+
+
 def newest(folder: Path) -> Path | None:
     """The newest valid checkpoint in `folder`, None if there is none; warns of each bad one on the way."""
     vanished = False

@@ -20,15 +20,11 @@ from omegaconf import DictConfig, OmegaConf
 from rl import checkpoint, rundir
 from rl.config import Config, check
 from rl.errors import ConfigError
-from rl.schemas import flatten, join
+from rl.schemas import flatten
 
 MUTABLE = ("total_timesteps", "logger", "eval", "checkpoint", "device", "torch_threads", "capture_video")
-UNRECORDED = (
-    "resume",
-    "warm_start",
-    "run_name",
-    "tags",
-)  # say where to start and how to name it, not what to train
+# They say where to start and how to name it, not what to train.
+UNRECORDED = ("resume", "warm_start", "run_name", "tags")
 
 
 @dataclass
@@ -91,7 +87,7 @@ def locate(path: str, key: str = "resume") -> tuple[Path | None, Path]:
         )
     if (given / "manifest.json").exists():
         try:
-            checkpoint.load(given, rings=False)
+            checkpoint.manifest(given)
         except checkpoint.CheckpointError as error:
             raise ConfigError(
                 f"{key}={path}: {error}; {key}={given.parent.parent} takes the newest usable one"
@@ -120,7 +116,7 @@ def refuse_if_alive(run: Path) -> None:
 def _continued(path: Path, cfg: DictConfig, overrides: list[str] | None) -> Config:
     """The saved configuration with the mutable keys that were given: by `overrides`, or (None) wherever `cfg`
     differs."""
-    saved: dict[str, Any] = checkpoint.load(path, rings=False)[1]["config"]
+    saved: dict[str, Any] = checkpoint.manifest(path)["config"]
     composed: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     if overrides is None:
         composed = check(cfg).resolved
@@ -151,4 +147,4 @@ def _leaves(tree: Mapping[str, Any]) -> list[str]:
 
 
 def _select(tree: Mapping[str, Any], key: str) -> Any:
-    return dict(flatten(tree)).get(join("", key))
+    return dict(flatten(tree)).get(key)

@@ -301,6 +301,14 @@ class TestResumeKeys:
         assert result.returncode == 2
         assert "algo.gamma cannot change" in result.stderr and "algo.gamma=0.99" in result.stderr
 
+    def test_a_mistake_is_answered_before_torch_is_imported(self, run: Path, tmp_path: Path) -> None:
+        (tmp_path / "torch").mkdir()
+        (tmp_path / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')\n")
+        for resume in ("run", "run/checkpoints/step_000000512"):
+            result = launch(f"resume={resume}", "algo.gamma=0.9", cwd=run, env={"PYTHONPATH": str(tmp_path)})
+            assert result.returncode == 2
+            assert "algo.gamma cannot change" in result.stderr
+
     def test_a_complete_run_says_so(self, run: Path) -> None:
         result = launch("resume=run", cwd=run)
         assert result.returncode == 0
