@@ -85,12 +85,12 @@ def evaluate_checkpoint(
 
     import numpy as np
 
-    from rl import evaluation, experiment
+    from rl import build, evaluation
     from rl.seeding import Streams
 
-    algo = experiment.build_algorithm(config, Streams(seed), experiment.device(device_name))
+    algo = build.build_algorithm(config, Streams(seed), build.device(device_name))
     try:
-        experiment.load_weights(algo, state)
+        build.load_weights(algo, state)
         name = f"eval_step_{manifest['env_steps']:09d}_seed_{seed}"
         films = (
             {n: videos / f"{name}_episode_{n}.mp4" for n in range(min(episodes, evaluation.MOST_ENVS))}

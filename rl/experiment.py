@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from rl import checkpoint, evaluation, provenance, rundir
-from rl.algos import Algorithm, Context
-from rl.config import Config, algorithm_class
+from rl.algos import Algorithm
+from rl.build import build_algorithm, device, warm_start
+from rl.config import Config
 from rl.errors import DiskFullError, NonFiniteError
 from rl.loggers import Logger, RunInfo
 from rl.metrics import Metrics
@@ -159,8 +159,7 @@ class Experiment:
     def _periodic_evaluation(self) -> None:
         """Evaluate unless a signal cuts it short: then it is done when the run is resumed."""
         if self._evaluate() is not None:
-            every = self.config.run.eval.every
-            self.next_evaluation = (self.algo.env_steps // every + 1) * every
+            self.next_evaluation = next_multiple(self.config.run.eval.every, self.algo.env_steps)
 
     def _evaluate(self) -> list[evaluation.EvaluationEpisode] | None:
         """Play and record the evaluation that belongs to this env step; its seed is a function of the step
@@ -204,10 +203,11 @@ class Experiment:
     def _start(self) -> None:
         """Open the directory, the state to continue from, and the sinks."""
         record = rundir.read(self.directory) if (self.directory / "run.json").exists() else {}
+        self.provenance = provenance.collect()
         started = {
             "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "env_steps": 0,
-            "command": provenance.collect()["command"],
+            "command": self.provenance["command"],
             "notes": [],
         }
         logger_states: dict[str, Any] = {}
@@ -241,7 +241,7 @@ class Experiment:
         """Take along what the other run measured up to its checkpoint; `_restore` cuts off what came
         after."""
         assert self.resumed_from is not None
-        for name in ("metrics.jsonl", "episodes.csv", "evaluations.csv"):
+        for name in rundir.HEADERS:
             source = self.resumed_from.parent.parent / name
             if source.exists() and not (self.directory / name).exists():
                 shutil.copyfile(source, self.directory / name)
@@ -269,7 +269,7 @@ class Experiment:
             device=str(self.device),
             starts=[*record.get("starts", []), started],
             error=None,
-            provenance=provenance.collect(),
+            provenance=self.provenance,
             **rundir.process_identity(),
         )
 
@@ -282,16 +282,9 @@ class Experiment:
         self.recent.extend(saved["recent_returns"])
         self.seconds_before = saved["seconds"]
         every = self.config.run.eval.every
-        self.next_evaluation = (
-            saved["next_evaluation"]
-            if every == saved["eval_every"]
-            else (env_steps // every + 1) * every
-            if every
-            else 0
-        )
-        self.next_checkpoint = (
-            env_steps // self.config.run.checkpoint.every + 1
-        ) * self.config.run.checkpoint.every
+        same = every == saved["eval_every"]
+        self.next_evaluation = saved["next_evaluation"] if same else next_multiple(every, env_steps)
+        self.next_checkpoint = next_multiple(self.config.run.checkpoint.every, env_steps)
         set_global_generators_state(saved["generators"])
         return dict(saved["loggers"])
 
@@ -320,7 +313,7 @@ class Experiment:
             config=self.config.resolved,
             keep=run.checkpoint.keep,
         )
-        self.next_checkpoint = (steps // run.checkpoint.every + 1) * run.checkpoint.every
+        self.next_checkpoint = next_multiple(run.checkpoint.every, steps)
         rundir.update(self.directory, env_steps=steps, train_seconds=self.seconds, checkpoint=path.name)
         for logger in self.loggers.values():
             logger.flush()
@@ -386,34 +379,6 @@ class Experiment:
             log.error("while closing after the failure: %s", error)  # which is the one to be shown
 
 
-def device(name: str) -> torch.device:
-    """The torch device for `auto`, `cpu`, `cuda` or `cuda:N`."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)
-
-
-def build_algorithm(config: Config, streams: Streams, where: torch.device) -> Algorithm:
-    """The algorithm that the configuration names, on its training envs."""
-    run = config.run
-    context = Context(run.total_timesteps, streams, where, run.precision, run.compile)
-    algorithm: Algorithm = algorithm_class(config.algo_target)(
-        config.algo, config.env, config.network, context
-    )
-    return algorithm
-
-
-def warm_start(algo: Algorithm, path: str) -> None:
-    """Take over networks and normalisers, and nothing else, from a run directory or checkpoint."""
-    from rl.resume import locate
-
-    load_weights(algo, checkpoint.load(locate(path, key="warm_start")[1], rings=False)[0])
-
-
-def load_weights(algo: Algorithm, state: dict[str, Any]) -> None:
-    """Put the networks and normalisers of a checkpoint's state into `algo`, leaving its other state as it
-    is."""
-    own = algo.state_dict()
-    own.pop("replay", None)  # there is nothing in it yet
-    saved = state["algorithm"]
-    algo.load_state_dict({**own, "networks": saved["networks"], "normalizers": saved["normalizers"]})
+def next_multiple(every: int, steps: int) -> int:
+    """The first multiple of `every` beyond `steps`: when what happens every so often is due; 0 for never."""
+    return (steps // every + 1) * every if every else 0

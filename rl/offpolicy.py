@@ -12,7 +12,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,13 +29,15 @@ from rl.seeding import generator_state, set_generator_state
 CHUNK = 1000  # env steps of an iteration
 
 
-class Batch:
+class Batch(NamedTuple):
     """A sampled batch as tensors on the device: see `rl.buffers.Transitions`."""
 
-    __slots__ = ("actions", "discounts", "next_obs", "obs", "rewards", "terminated")
-
-    def __init__(self, *columns: Tensor) -> None:
-        self.obs, self.actions, self.rewards, self.next_obs, self.terminated, self.discounts = columns
+    obs: Tensor
+    actions: Tensor
+    rewards: Tensor
+    next_obs: Tensor
+    terminated: Tensor
+    discounts: Tensor
 
 
 class Experience:
@@ -147,7 +149,8 @@ class Experience:
         self.gradient_steps += 1
         drawn = self.buffer.sample(self.config.batch_size, self.replay_rng)
         drawn = drawn._replace(obs=self.normalized(drawn.obs), next_obs=self.normalized(drawn.next_obs))
-        return Batch(*(torch.from_numpy(column).to(self.context.device) for column in drawn))
+        columns = drawn._asdict().items()
+        return Batch(**{name: torch.from_numpy(x).to(self.context.device) for name, x in columns})
 
     def update_to_data(self) -> float:
         """Gradient steps per env step since learning started."""
@@ -185,8 +188,7 @@ class Experience:
             setattr(self, name, value)
         restored = self.envs.load_state_dict(state["envs"])
         self.obs = restored.obs
-        lost = np.flatnonzero(~restored.exact).tolist()
-        notes = [f"env {i}: its running episode could not be restored, a new one starts" for i in lost]
+        notes = restored.notes()
         if state.get("replay", {}).get("ring") is not None:
             self.buffer.load_state_dict(state["replay"])
         elif self.env_steps > 0:

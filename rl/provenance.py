@@ -185,13 +185,10 @@ def _versions() -> dict[str, str]:
 
 
 def _cpu() -> str | None:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        pass
+    cpuinfo = Path("/proc/cpuinfo")  # Linux alone has it
+    for line in cpuinfo.read_text(errors="replace").splitlines() if cpuinfo.exists() else ():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
     return platform.processor() or platform.machine() or None
 
 

@@ -36,6 +36,14 @@ _SAME_START = 5.0  # seconds: a process's start is derived from the wall clock, 
 _FOREIGN_LEFTOVER = 24 * 3600.0  # seconds without a change that make another host's temporary file abandoned
 
 
+HEADERS = {
+    "metrics.jsonl": b"",
+    "episodes.csv": b"env_steps,env,return,length,seconds\n",
+    "evaluations.csv": b"env_steps,episode,return,length\n",
+}
+"""The files that `RunFiles` appends to, in the order of its methods, each with its first line."""
+
+
 def create(parent: Path, stem: str) -> Path:
     """Make and return `<parent>/<stem>_<4 hex digits>`, a directory nobody else has.
 
@@ -136,11 +144,7 @@ class RunFiles:
     def __init__(self, path: Path) -> None:
         with ExitStack() as stack:
             self._files: dict[str, _LineFile] = {}
-            for name, header in (
-                ("metrics.jsonl", b""),
-                ("episodes.csv", b"env_steps,env,return,length,seconds\n"),
-                ("evaluations.csv", b"env_steps,episode,return,length\n"),
-            ):
+            for name, header in HEADERS.items():
                 self._files[name] = _LineFile(Path(path) / name, header)
                 stack.callback(self._files[name].file.close)
             self._closing = stack.pop_all()

@@ -16,8 +16,9 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from rl import checkpoint, commandline, resume
+from rl.build import build_algorithm
 from rl.config import Config, check, register_schema
-from rl.experiment import Experiment, Outcome, build_algorithm
+from rl.experiment import Experiment, Outcome
 from rl.seeding import Streams, seed_global_generators
 
 ROOT = Path(__file__).resolve().parent.parent

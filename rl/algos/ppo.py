@@ -320,10 +320,9 @@ class PPO:
         self.iteration = state["counters"]["iteration"]
         restored = self.envs.load_state_dict(state["envs"])
         self.obs = self._normalize(restored.obs, update=False)
-        lost = np.flatnonzero(~restored.exact).tolist()
-        if lost and self.reward_normalizer is not None:
-            self.reward_normalizer.returns[lost] = 0.0
-        return [f"env {i}: its running episode could not be restored, a new one starts" for i in lost]
+        if self.reward_normalizer is not None:
+            self.reward_normalizer.returns[~restored.exact] = 0.0
+        return restored.notes()
 
     def close(self) -> None:
         """Close the training envs."""

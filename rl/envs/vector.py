@@ -46,6 +46,13 @@ class Restored(NamedTuple):
     obs: np.ndarray  # [N, *D] current observations
     exact: np.ndarray  # [N] bool; False where the episode could not be reproduced and a new one was started
 
+    def notes(self) -> list[str]:
+        """A line for the user for each environment that is not exact."""
+        return [
+            f"env {i}: its running episode could not be restored, a new one starts"
+            for i in np.flatnonzero(~self.exact).tolist()
+        ]
+
 
 class VectorEnv(Protocol):
     """N environments stepped together. An episode that ends is followed by a reset within the same step.
