@@ -34,10 +34,11 @@ class Ensemble(nn.Module):
     def forward(self, x: Tensor, count: int | None = None) -> Tensor:
         """Outputs [E, B, K] of inputs [B, D], the same for all members; with `count`, of that many first
         members."""
-        count = self.size if count is None else count
-        x = x.expand(count, *x.shape)
+        x = x.expand(self.size if count is None else count, *x.shape)
         for weight, bias, activation in zip(self.weights, self.biases, self.activations, strict=True):
-            x = activation(_affine(x, weight[:count], bias[:count]))
+            if count is not None:  # a slice's gradient is a whole one of zeros, filled and copied into
+                weight, bias = weight[:count], bias[:count]
+            x = activation(_affine(x, weight, bias))
         return x
 
 
