@@ -38,16 +38,8 @@ class Ensemble(nn.Module):
         for weight, bias, activation in zip(self.weights, self.biases, self.activations, strict=True):
             if count is not None:  # a slice's gradient is a whole one of zeros, filled and copied into
                 weight, bias = weight[:count], bias[:count]
-            x = activation(_affine(x, weight, bias))
+            x = activation(torch.baddbmm(bias, x, weight))
         return x
-
-
-def _affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """x W + b of x [E, B, D], W [E, D, K] and b [E, 1, K]."""
-    if weight.shape[-1] > 1:
-        return torch.baddbmm(bias, x, weight)
-    # A single output is a weighted sum: as a matrix product its gradient costs several times more.
-    return (x * weight.transpose(1, 2)).sum(-1, keepdim=True) + bias
 
 
 def _layers(network: nn.Module) -> list[nn.Module]:
