@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rl.errors import ConfigError
-from rl.schemas import bounded
+from rl.schemas import bounded, join
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,23 +20,28 @@ ACTIVATIONS = {"tanh": "Tanh", "relu": "ReLU", "gelu": "GELU", "silu": "SiLU", "
 class MLP:
     """Hidden layers of the given sizes, each followed by the activation."""
 
+    recurrent: ClassVar[bool] = False
+
     hidden_sizes: list[int] = bounded()
     activation: str = bounded(choices=tuple(ACTIVATIONS))
     shared: bool = bounded()
     orthogonal: bool = bounded()
 
-    def check(self, observation_space: Any) -> None:
-        """Raise ConfigError when observations are not vectors or a layer has no units."""
+    def check(self, observation_space: Any, group: str = "network") -> None:
+        """Raise ConfigError when observations are not vectors or a layer has no units.
+
+        `group` is how the command line chooses this network, for the message.
+        """
         if len(observation_space.shape) != 1:
             shape = "x".join(map(str, observation_space.shape))
+            is_image = len(observation_space.shape) == 3
             raise ConfigError(
-                f"network=mlp takes vectors, but the env's observations are {shape} images; choose an "
-                f"env with vectors"
+                f"{group}=mlp takes vectors, but the env's observations are {shape}"
+                + (f" images; {group}=nature_cnn takes them" if is_image else "; choose an env with vectors")
             )
         if any(size < 1 for size in self.hidden_sizes):
-            raise ConfigError(
-                f"network.hidden_sizes={self.hidden_sizes}: every layer needs at least 1 unit, e.g. [64,64]"
-            )
+            key = join(group.rpartition("@")[2], "hidden_sizes")
+            raise ConfigError(f"{key}={self.hidden_sizes}: every layer needs at least 1 unit, e.g. [64,64]")
 
     def build(self, observation_shape: tuple[int, ...]) -> nn.Sequential:
         """The encoder, its weights orthogonal with gain √2 or torch's default; see `features` for its
