@@ -48,7 +48,10 @@ def evaluate(
         The episodes, or None when abandoned.
     """
     count = min(episodes, MOST_ENVS)
-    envs = env.make(num_envs=count, backend="sync", render_mode="rgb_array" if videos else None)
+    envs = env.make(
+        num_envs=count, backend="sync", render_mode="rgb_array" if videos else None, evaluation=True
+    )
+    count = envs.num_envs  # of several agents, as many as whole games have
     films = {
         number: VideoWriter(path, envs.render_fps)
         for number, path in (videos or {}).items()
@@ -58,7 +61,7 @@ def evaluate(
     numbers = list(range(count))  # the episode that each env is playing
     finished: dict[int, EvaluationEpisode] = {}
     try:
-        obs, state = envs.reset(seed), policy.initial_state(count)
+        obs, state, fresh = envs.reset(seed), policy.initial_state(count), policy.initial_state(count)
         while len(finished) < episodes:
             if stop():
                 return None
@@ -72,6 +75,9 @@ def evaluate(
                 if number < episodes:
                     finished[number] = EvaluationEpisode(number, ended.episodic_return, ended.length)
                 numbers[ended.env] = max(numbers) + 1
+            if state is not None:
+                ended_at = step.terminated | step.truncated
+                state[ended_at] = fresh[ended_at]
             obs = step.obs
         for film in films.values():
             film.close()

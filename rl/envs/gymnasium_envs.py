@@ -13,7 +13,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
 import numpy as np
@@ -25,9 +25,12 @@ from rl.envs.sync import SyncEnvs
 from rl.envs.vector import ActionSpace, VectorEnv
 from rl.errors import ConfigError
 
+if TYPE_CHECKING:
+    from rl.envs.envpool_envs import EnvPoolEnvs
+
 log = logging.getLogger(__name__)
 
-BACKENDS = ("sync", "async")
+BACKENDS = ("sync", "async", "envpool")
 # import name → our extra
 _EXTRAS = {
     "mujoco": "mujoco",
@@ -83,20 +86,33 @@ class GymnasiumEnvs:
     clip_reward: float | None = None
 
     def make(
-        self, *, num_envs: int | None = None, backend: str | None = None, render_mode: str | None = None
+        self,
+        *,
+        num_envs: int | None = None,
+        backend: str | None = None,
+        render_mode: str | None = None,
+        evaluation: bool = False,
     ) -> VectorEnv:
         """Make the environments; the arguments replace the configured values (evaluation needs its own).
 
-        Raises ConfigError as `check` does.
+        `evaluation` changes nothing here: training sees whole episodes and raw rewards too. Raises
+        ConfigError as `check` does.
         """
         self._check_numbers()
         num_envs = self.num_envs if num_envs is None else num_envs
+        backend = self.backend if backend is None else backend
+        if backend == "envpool" and render_mode is None:
+            return self._pooled(num_envs)
         makers = [self._maker(render_mode)] * num_envs
-        if (self.backend if backend is None else backend) == "sync":
+        if backend != "async":  # whatever is drawn, gymnasium draws
             return SyncEnvs(makers)
         from rl.envs.async_workers import AsyncEnvs
 
         return AsyncEnvs(makers, num_workers=self.num_workers)
+
+    def smallest(self) -> GymnasiumEnvs:
+        """One env in this process, for what needs its spaces only."""
+        return dataclasses.replace(self, num_envs=1, backend="sync")
 
     def check(self, *, render: bool) -> tuple[spaces.Box, ActionSpace]:
         """Make one environment, look at it and close it; return the spaces that a policy will see.
@@ -114,13 +130,28 @@ class GymnasiumEnvs:
                 self._check_frame(env)
         finally:
             env.close()
+        if self.backend == "envpool":
+            from rl.envs.envpool_envs import require_same_spaces
+
+            require_same_spaces(self._pooled(1), *spaces_)
         return spaces_
+
+    def _pooled(self, num_envs: int) -> EnvPoolEnvs:
+        from rl.envs.envpool_envs import EnvPoolEnvs
+
+        return EnvPoolEnvs(
+            self.id,
+            num_envs,
+            num_threads=self.num_workers,
+            max_episode_steps=self.max_episode_steps,
+            **self.kwargs,
+        )
 
     def _check_numbers(self) -> None:
         if self.backend not in BACKENDS:
             near = difflib.get_close_matches(str(self.backend), BACKENDS, n=1, cutoff=0.3) or ["sync"]
             raise ConfigError(
-                f"env.backend={self.backend} is neither sync nor async; try env.backend={near[0]}"
+                f"env.backend={self.backend} is none of {', '.join(BACKENDS)}; try env.backend={near[0]}"
             )
         for key, value in (("num_envs", self.num_envs), ("num_workers", self.num_workers)):
             if value is not None and value < 1:

@@ -110,7 +110,9 @@ class RewardNormalizer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the statistics and running sums of `state`."""
         self.mean, self.var, self.count = (float(state[key]) for key in ("mean", "var", "count"))
-        self.returns = np.array(state["returns"], np.float64).reshape(self.returns.shape)
+        returns = np.array(state["returns"], np.float64).ravel()
+        if returns.shape == self.returns.shape:  # a warm start or an evaluation may have other envs
+            self.returns = returns
 
     def _update(self, reward: np.ndarray, ended: np.ndarray) -> None:
         """Add one step to the running sums, merge them into the statistics as `ObsNormalizer` does."""

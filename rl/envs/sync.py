@@ -88,7 +88,7 @@ class SyncEnvs:
         self._history = []
         obs = np.empty(self._obs_shape, self._obs_dtype)
         for i in range(self.num_envs):
-            obs[i] = self._begin(i, _seed_of(seed, self._first_index + i))
+            obs[i] = self._begin(i, seed_of(seed, self._first_index + i))
         self._require_finite(obs)
         self._obs = obs
         return obs.copy()
@@ -150,7 +150,7 @@ class SyncEnvs:
         return {
             "steps": self._steps,
             "seed": {
-                "entropy": _plain(self._seed.entropy),
+                "entropy": plain_entropy(self._seed.entropy),
                 "spawn_key": [int(key) for key in self._seed.spawn_key],
             },
             "envs": [self._env_state(i) for i in range(self.num_envs)],
@@ -177,7 +177,7 @@ class SyncEnvs:
             if exact[i]:
                 obs[i] = record["obs"]
             else:
-                obs[i] = self._begin(i, _seed_of(seed, self._first_index + i, self._steps))
+                obs[i] = self._begin(i, seed_of(seed, self._first_index + i, self._steps))
         self._require_finite(obs)
         self._obs = obs
         self._history_start = min(self._starts)
@@ -284,7 +284,7 @@ class _Reset(NamedTuple):
     random_state: dict[str, Any] | None
 
 
-def _seed_of(seed: np.random.SeedSequence, *key: int) -> int:
+def seed_of(seed: np.random.SeedSequence, *key: int) -> int:
     """The integer that descendant `key` of `seed` gives to `reset(seed=…)`."""
     child = np.random.SeedSequence(seed.entropy, spawn_key=(*seed.spawn_key, *key), pool_size=seed.pool_size)
     return int(child.generate_state(1, np.uint64)[0]) & _MAX_SEED
@@ -303,9 +303,8 @@ def _same(a: Any, b: Any) -> bool:
     return bool(np.array_equal(a, b)) if isinstance(a, np.ndarray) else bool(a == b)
 
 
-def _plain(entropy: Any) -> int | list[int] | None:
-    return (
-        entropy
-        if entropy is None or isinstance(entropy, int)
-        else [int(part) for part in np.atleast_1d(entropy)]
-    )
+def plain_entropy(entropy: Any) -> int | list[int] | None:
+    """The entropy of a SeedSequence as JSON has it."""
+    if entropy is None or isinstance(entropy, int):
+        return entropy
+    return [int(part) for part in np.atleast_1d(entropy)]

@@ -27,17 +27,22 @@ class Step(NamedTuple):
     """What one step of all environments produced. Every array is new: the caller may keep it."""
 
     obs: np.ndarray
-    """`[N, *D]` what the policy acts on next: the first observation of a new episode where one ended."""
+    """`[N, *D]` what the policy acts on next: the first observation of a new episode where one ended. Images
+    are uint8 `[N, C, H, W]`, C the frames stacked."""
     reward: np.ndarray
-    """`[N]` float32, raw."""
+    """`[N]` float32, what is learnt from: raw, or its sign where the family's `clip_rewards` is on."""
     terminated: np.ndarray
-    """`[N]` bool, the task itself ended."""
+    """`[N]` bool, the task itself ended. A life lost where `episodic_life` is on counts as that, but no
+    episode ended then: nothing is reset, `obs` goes on and `episodes` has no entry."""
     truncated: np.ndarray
     """`[N]` bool, cut off from outside (a time limit); both may be set."""
     next_obs: np.ndarray
     """`[N, *D]` true successor of the action; the very same array as `obs` when no episode ended."""
     episodes: list[Episode]
-    """Those that ended on this step, in order of their environment."""
+    """Those that ended on this step, in order of their environment: raw returns of whole episodes."""
+    active: np.ndarray | None = None
+    """`[N]` bool, False where the row was dead before this step and nothing can be learnt from it (an agent
+    that died before its game was over); None: all were alive. `terminated` stays set while a row is dead."""
 
 
 class Restored(NamedTuple):

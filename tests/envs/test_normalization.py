@@ -125,3 +125,11 @@ class TestReward:
             reward, ended = rng.normal(size=num_envs).astype(np.float32), rng.random(num_envs) < 0.2
             scaled = one(reward, ended)
             assert k < 20 or scaled.tobytes() == other(reward, ended).tobytes()
+
+    def test_other_envs_start_their_sums_anew(self) -> None:
+        """As in an evaluation or a warm start with another number of envs."""
+        one, other = RewardNormalizer(2, 0.99, 10.0), RewardNormalizer(3, 0.99, 10.0)
+        one(np.array([5, 7], np.float32), np.array([False, False]))
+        other.load_state_dict(one.state_dict())
+        assert (other.mean, other.var, other.count) == (one.mean, one.var, one.count)
+        assert other.returns.tolist() == [0.0, 0.0, 0.0]
