@@ -29,8 +29,9 @@ class ReplayBuffer:
     """The newest `capacity` transitions of `num_envs` envs, raw observations as the envs gave them.
 
     Rows are vector steps, so `capacity // num_envs` of them are kept. An n-step return stops where the
-    episode ends, cut or terminated, and at the newest row; it is then of fewer steps, with the discount that
-    belongs to them.
+    episode ends, cut or terminated, at the newest row, and where the next row is not its continuation (a
+    resume that could not restore an episode); it is then of fewer steps, with the discount that belongs to
+    them.
 
     Args:
         capacity: transitions over all envs, `algo.buffer_size`.
@@ -105,12 +106,15 @@ class ReplayBuffer:
         last = index
         rewards = flat["rewards"][index].astype(np.float64)
         discounts = np.full(len(index), self.gamma)
-        going = ~flat["ended"][index] & (index // n != newest)
+        going = np.ones(len(index), np.bool_)
         for _ in range(self.n_step - 1):
-            last = np.where(going, (last + n) % (self.rows * n), last)
+            following = (last + n) % (self.rows * n)
+            continued = flat["obs"][following] == flat["next_obs"][last]  # not where a resume began anew
+            continued = continued.reshape(len(index), -1).all(1)
+            going &= ~flat["ended"][last] & (last // n != newest) & continued
+            last = np.where(going, following, last)
             rewards += np.where(going, discounts * flat["rewards"][last], 0.0)
             discounts = np.where(going, discounts * self.gamma, discounts)
-            going &= ~flat["ended"][last] & (last // n != newest)
         return last, rewards.astype(np.float32), discounts.astype(np.float32)
 
     def clear(self, id: int) -> None:

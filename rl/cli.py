@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -79,9 +78,14 @@ def evaluate_checkpoint(
     check_device(device_name)
     state, manifest = checkpoint.load(path, rings=False)
     saved = {**manifest["config"], "capture_video": videos is not None, "device": device_name, "logger": {}}
+    if "buffer_size" in saved["algo"]:  # nothing is replayed
+        saved["algo"] = {
+            **saved["algo"],
+            "buffer_size": saved["algo"]["batch_size"] + saved["env"]["num_envs"],
+        }
     config = check(saved)
     check_spaces(config)
-    config.env = dataclasses.replace(config.env, num_envs=1, backend="sync")
+    config.env = config.env.smallest()
 
     import numpy as np
 

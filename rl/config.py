@@ -7,16 +7,15 @@ they configure for the others (see rl/schemas.py).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rl.checks import check_replay_memory
 from rl.errors import ConfigError
-from rl.schemas import accept_whole_floats, bounded, nearest, plain, schema_of, typed
+from rl.schemas import accept_whole_floats, bounded, join, nearest, plain, schema_of, typed
 
 
 @dataclass
@@ -97,11 +96,12 @@ def instantiate(section: Mapping[str, Any], at: str) -> Any:
 
     schema = schema_of(section["_target_"])
     values = typed(schema, {k: v for k, v in section.items() if k != "_target_"}, at)
+    for key, value in values.items():
+        if isinstance(value, Mapping) and "_target_" in value:  # e.g. the encoder under a recurrent network
+            values[key] = instantiate(value, join(at, key))
     if schema.__name__ != section["_target_"].rpartition(".")[2]:
         return schema(**values)
-    return hydra.utils.instantiate(
-        {"_target_": section["_target_"], **values}, _convert_="all", _recursive_=False
-    )
+    return hydra.utils.get_class(section["_target_"])(**values)
 
 
 def algorithm_class(target: str) -> Any:
@@ -153,16 +153,18 @@ def resolved(config: Config) -> dict[str, Any]:
         as_dict[name] = dict(vars(getattr(config.run, name)))
     sections = {"env": config.env, "network": config.network, "algo": config.algo}
     for name, section in sections.items():
-        as_dict[name] = _with_target(config.resolved[name]["_target_"], section)
+        as_dict[name] = _with_target(config.resolved[name], section)
     as_dict["logger"] = {
-        name: _with_target(config.resolved["logger"][name]["_target_"], logger)
-        for name, logger in config.loggers.items()
+        name: _with_target(config.resolved["logger"][name], logger) for name, logger in config.loggers.items()
     }
     return as_dict
 
 
-def _with_target(target: str, section: Any) -> dict[str, Any]:
-    return {"_target_": target, **{f.name: getattr(section, f.name) for f in fields(section) if f.init}}
+def _with_target(given: Mapping[str, Any], section: Any) -> dict[str, Any]:
+    """The fields of `section` as a plain mapping, each with the `_target_` that was given."""
+    values = {f.name: getattr(section, f.name) for f in fields(section) if f.init}
+    nested = {key: _with_target(given[key], value) for key, value in values.items() if is_dataclass(value)}
+    return {"_target_": given["_target_"], **values, **nested}
 
 
 def check_spaces(config: Config) -> int:
@@ -188,15 +190,27 @@ def check_spaces(config: Config) -> int:
             f"algo: {name} acts in {' and '.join(supported)} action spaces, but env.id={config.env.id} "
             f"has {action_space}"
         )
-    if getattr(config.algo, "bounded_actions", False) and not action_space.is_bounded():
-        raise ConfigError(
-            f"algo: {config.algo_target.rpartition('.')[2]} needs bounded actions, but "
-            f"env.id={config.env.id} has {action_space}; algo=ppo_continuous_action takes them"
-        )
+    _check_memory(config)
     config.network.check(observation_space)
-    if hasattr(config.algo, "buffer_size"):
-        return check_replay_memory(config.algo, observation_space, action_space)
-    return 0
+    replay: int = config.algo.check_spaces(config.env, observation_space, action_space)
+    return replay
+
+
+def _check_memory(config: Config) -> None:
+    """Raise ConfigError where one of network and algorithm carries a recurrent state and the other does
+    not."""
+    remembers, carries = (getattr(part, "recurrent", False) for part in (config.network, config.algo))
+    name = config.algo_target.rpartition(".")[2]
+    if remembers and not carries:
+        raise ConfigError(
+            f"network: it has a memory, which {name} does not carry; algo=ppo_atari_lstm does, and "
+            "network=mlp and network=nature_cnn have none"
+        )
+    if carries and not remembers:
+        raise ConfigError(
+            f"network: it has no memory, which {name} is for; network=lstm has, around any other "
+            "(network@network.encoder=mlp)"
+        )
 
 
 def check_device(device: str) -> None:

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from rl.algos import Context
 from rl.buffers import ReplayBuffer
-from rl.checks import OffPolicyConfig
+from rl.checks import OffPolicyConfig, stacks_frames
 from rl.envs.normalization import ObsNormalizer
+from rl.frame_buffer import FrameReplayBuffer
 from rl.metrics import FinishedEpisode, Metrics
 from rl.optim import flushed_denormals
 from rl.seeding import generator_state, set_generator_state
@@ -48,23 +49,37 @@ class Experience:
         env: the env family.
         context: streams and device of the run.
         n_step: steps in a return.
+        memory_map: a folder for the frames of a replay buffer of stacked frames; None: in memory.
     """
 
-    def __init__(self, config: OffPolicyConfig, env: Any, context: Context, n_step: int = 1) -> None:
+    def __init__(
+        self,
+        config: OffPolicyConfig,
+        env: Any,
+        context: Context,
+        *,
+        n_step: int = 1,
+        memory_map: str | None = None,
+    ) -> None:
         self.config, self.context = config, context
         self.envs = env.make()
         self.num_envs = self.envs.num_envs
         space, actions = self.envs.observation_space, self.envs.action_space
-        self.buffer = ReplayBuffer(
+        description: Any = (
             config.buffer_size,
             self.num_envs,
             space.shape,
             space.dtype,
             (math.prod(actions.shape),) if actions.shape else (),
             np.float32 if actions.shape else np.int64,
-            n_step=n_step,
-            gamma=config.gamma,
         )
+        self.buffer: ReplayBuffer | FrameReplayBuffer
+        if stacks_frames(env, space):
+            self.buffer = FrameReplayBuffer(
+                *description, n_step=n_step, gamma=config.gamma, memory_map=memory_map
+            )
+        else:
+            self.buffer = ReplayBuffer(*description, n_step=n_step, gamma=config.gamma)
         self.normalizer = ObsNormalizer(space.shape, env.clip_obs) if env.normalize_obs else None
         self.action_rng = context.streams.generator("actions")
         self.replay_rng = context.streams.generator("replay")
@@ -192,7 +207,7 @@ class Experience:
         if state.get("replay", {}).get("ring") is not None:
             self.buffer.load_state_dict(state["replay"])
         elif self.env_steps > 0:
-            refill = min(self.config.learning_starts, self.config.buffer_size)
+            refill = min(max(self.config.learning_starts, self.config.batch_size), self.config.buffer_size)
             self.starts, self.owed_before = self.env_steps + refill, self.gradient_steps
             self.buffer.clear(self.env_steps)
             notes.append(

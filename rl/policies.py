@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from rl.distributions import Distribution
 from rl.envs.normalization import ObsNormalizer
 from rl.networks.continuous import LOG_STD_MAX, LOG_STD_MIN
-from rl.networks.numpy_forward import Forward, numpy_forward
+from rl.networks.numpy_forward import Autocast, Forward, numpy_forward
 
 
 class ActorPolicy:
@@ -21,6 +23,7 @@ class ActorPolicy:
         actor: the network from observations [N, …] to outputs.
         logstd: the log standard deviations [K] beside them, None where the distribution has none.
         normalizer: of the observations, None where they are taken raw.
+        autocast: the run's precision, for networks that go through torch.
     """
 
     def __init__(
@@ -29,8 +32,9 @@ class ActorPolicy:
         logstd: Tensor | None,
         distribution: Distribution,
         normalizer: ObsNormalizer | None = None,
+        autocast: Autocast = nullcontext,
     ) -> None:
-        self.actor = numpy_forward(actor)
+        self.actor = numpy_forward(actor, autocast=autocast)
         self.std = None if logstd is None else logstd.detach().exp().cpu().numpy()
         self.distribution = distribution
         self.normalizer = copy.deepcopy(normalizer)
@@ -50,6 +54,50 @@ class ActorPolicy:
         if rng is None:
             return self.distribution.mode(self.actor(obs)), None
         return self.sample(obs, self.distribution.noise(rng, (len(obs),))), None
+
+
+class RecurrentPolicy:
+    """An actor with memory; its state is an array [N, 2, layers, H]: h and c of each env.
+
+    Args:
+        agent: gives outputs [T, N, K], values and the state of observations [T, N, …], a state and which of
+            the observations are the first of an episode.
+        normalizer: of the observations, None where they are taken raw.
+        autocast: the run's precision.
+    """
+
+    def __init__(
+        self,
+        agent: Any,
+        distribution: Distribution,
+        normalizer: ObsNormalizer | None,
+        autocast: Autocast = nullcontext,
+    ) -> None:
+        self.agent = copy.deepcopy(agent)
+        self.std = None if agent.logstd is None else agent.logstd.detach().exp().cpu().numpy()
+        self.distribution, self.autocast = distribution, autocast
+        self.normalizer = copy.deepcopy(normalizer)
+
+    def initial_state(self, num_envs: int) -> np.ndarray:
+        """Zeros."""
+        h, _ = self.agent.trunk.initial_state(num_envs)
+        return np.zeros((num_envs, 2, len(h), h.shape[-1]), np.float32)
+
+    def __call__(
+        self, obs: np.ndarray, state: np.ndarray, rng: np.random.Generator | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Actions for raw observations [N, …] and the state after them: the mode, or drawn with `rng`."""
+        obs = obs if self.normalizer is None else self.normalizer(obs, update=False)
+        device = next(self.agent.parameters()).device
+        x = torch.as_tensor(obs, device=device).unsqueeze(0)
+        h, c = torch.as_tensor(state, device=device).permute(1, 2, 0, 3).contiguous()
+        with torch.inference_mode(), self.autocast():
+            y, _, after = self.agent(x, (h, c), torch.zeros(x.shape[:2], dtype=torch.bool, device=device))
+        outputs, following = y[0].float().cpu().numpy(), torch.stack(after).permute(2, 0, 1, 3).cpu().numpy()
+        if rng is None:
+            return self.distribution.mode(outputs), following
+        noise = self.distribution.noise(rng, (len(obs),))
+        return self.distribution.sample(outputs, noise, self.std), following
 
 
 class GreedyPolicy:

@@ -89,23 +89,31 @@ def link(source: Path, target: Path) -> None:
 
 def assemble(entry: Mapping[str, Any], read: Any, folder: Path) -> Rows:
     """The rows of a ring from the segments that a manifest's entry names; `read` gives a file's arrays by
-    name."""
+    name. Segments are read one by one: beside the rows, memory holds the largest of them."""
     start, end = entry["start"], entry["end"]
-    parts: list[dict[str, np.ndarray]] = list(_parts(entry, read, folder, start, end))
-    arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    return Rows(entry["id"], arrays, start, end)
+    whole: dict[str, np.ndarray] = {}
+    for first, arrays in _parts(entry, read, folder, start, end):
+        for name, rows in arrays.items():
+            if name not in whole:
+                whole[name] = np.empty((end - start, *rows.shape[1:]), rows.dtype)
+            whole[name][first - start : first - start + len(rows)] = rows
+    return Rows(entry["id"], whole, start, end)
 
 
 def _parts(
     entry: Mapping[str, Any], read: Any, folder: Path, start: int, end: int
-) -> Iterator[dict[str, np.ndarray]]:
+) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+    """Of each segment the number of its first row that is wanted, and the rows wanted."""
     expected = start
     for segment in (Segment(*s) for s in entry["segments"]):
         first, last = max(start, segment.start), min(end, segment.end)
         if first != expected:
             raise ValueError(f"rows {expected} to {first} of a ring are in no segment")
         arrays = read(folder / segment.file)
-        yield {name: rows[first - segment.start : last - segment.start] for name, rows in arrays.items()}
+        yield (
+            first,
+            {name: rows[first - segment.start : last - segment.start] for name, rows in arrays.items()},
+        )
         expected = last
     if expected != end:
         raise ValueError(f"rows {expected} to {end} of a ring are in no segment")

@@ -17,6 +17,7 @@ class Rollout:
         actions: [T, N, …], as sampled.
         rewards: [T, N] float32, as learnt from.
         terminated, truncated: [T, N] bool.
+        active: [T, N] bool, False where there was nobody to act (see `Step.active`).
         cut: (t, env, true successor [1, …]) wherever an episode was cut and not terminated.
     """
 
@@ -27,6 +28,7 @@ class Rollout:
         self.actions: np.ndarray = np.empty((steps, n, *action_shape), action_dtype)
         self.rewards = np.empty((steps, n), np.float32)
         self.terminated, self.truncated = np.empty((2, steps, n), bool)
+        self.active = np.ones((steps, n), bool)
         self.cut: list[tuple[int, int, np.ndarray]] = []
 
     def add(self, t: int, step: Step, obs: np.ndarray, rewards: np.ndarray) -> list[int]:
@@ -34,6 +36,8 @@ class Rollout:
         self.obs[t + 1] = obs
         self.rewards[t] = rewards
         self.terminated[t], self.truncated[t] = step.terminated, step.truncated
+        if step.active is not None:
+            self.active[t] = step.active
         if not step.episodes:
             return []
         return [int(i) for i in np.flatnonzero(step.truncated & ~step.terminated)]

@@ -31,10 +31,27 @@ _OFF_POLICY = (
     "algo.batch_size=16",
     "algo.train_frequency=10",
 )
+_ON_POLICY = ("algo.num_steps=64", "algo.num_minibatches=2", "algo.update_epochs=2")
 SMALL = {
-    "PPO": ("algo.num_steps=64", "algo.num_minibatches=4", "algo.update_epochs=2"),
-    **dict.fromkeys(("DQN", "C51", "DDPG", "TD3", "SAC"), _OFF_POLICY),
+    **dict.fromkeys(("PPO", "RecurrentPPO"), _ON_POLICY),
+    **dict.fromkeys(("DQN", "C51", "DDPG", "TD3", "SAC", "DiscreteSAC"), _OFF_POLICY),
 }
+# The same by the env family, where its recipes take many envs or pixels.
+_PIXELS = ("env.num_envs=2", "network.hidden_size=16", "env.max_episode_steps=200", "torch_threads=1")
+SMALL_ENV = {
+    "GymnasiumEnvs": (),
+    "AtariEnvs": _PIXELS,
+    "PettingZooEnvs": (*_PIXELS, "env.noop_max=3"),
+    "ProcgenEnvs": _PIXELS,
+}
+# The backends of each family that can save a running episode, and one that cannot.
+EXACT_BACKENDS = {
+    "GymnasiumEnvs": ("sync", "async"),
+    "AtariEnvs": ("sync",),
+    "PettingZooEnvs": ("sync",),
+    "ProcgenEnvs": (),
+}
+INEXACT_BACKENDS = {"AtariEnvs": "ale", "ProcgenEnvs": "envpool"}
 
 register_schema()
 OmegaConf.register_new_resolver("job_folder", commandline.job_folder, replace=True)
@@ -53,7 +70,19 @@ def small(recipe: str, *overrides: str) -> list[str]:
     """Overrides that shrink a recipe to iterations of moments."""
     name = configure(f"algo={recipe}").algo_target.rpartition(".")[2]
     assert name in SMALL, f"tests/conftest.py: SMALL needs the overrides that shrink {name}"
-    return [f"algo={recipe}", *SMALL[name], *overrides]
+    return [f"algo={recipe}", *SMALL[name], *SMALL_ENV[family(recipe)], *overrides]
+
+
+def family(recipe: str) -> str:
+    """The class of the env family that a recipe is for."""
+    return type(configure(f"algo={recipe}").env).__name__
+
+
+def steps(recipe: str) -> int:
+    """Env steps of a small run: a few iterations of the recipe."""
+    config = configure(f"algo={recipe}")
+    rollouts = hasattr(config.algo, "num_steps") and family(recipe) != "GymnasiumEnvs"
+    return 640 if rollouts else 1536
 
 
 def algorithm(*overrides: str) -> Any:
@@ -133,16 +162,20 @@ def _no_trackers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 __all__ = [
+    "EXACT_BACKENDS",
+    "INEXACT_BACKENDS",
     "RECIPES",
     "ROOT",
     "algorithm",
     "assert_same",
     "configure",
     "episodes",
+    "family",
     "final_state",
     "launch",
     "lines",
     "resume",
     "small",
+    "steps",
     "train",
 ]

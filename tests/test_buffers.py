@@ -153,6 +153,22 @@ class TestNSteps:
         )
 
 
+    def test_a_row_that_does_not_follow_on_ends_the_return(self) -> None:
+        """As after a resume that could not restore the episode: nothing ended, and yet another began."""
+        buffer, false = buffer_of(10, 1, n_step=3), np.zeros(1, bool)
+        for t, start in ((0, 0.0), (1, 1.0), (2, 50.0), (3, 51.0)):
+            next_obs = np.full((1, 1), start + 1, np.float32)
+            step = Step(next_obs, np.full(1, 2.0**t, np.float32), false, false, next_obs, [])
+            buffer.add(np.full((1, 1), start, np.float32), np.zeros(1, int), step)
+        batch = buffer.sample(200, np.random.default_rng(0))
+        sampled = {
+            (float(o[0]), float(n[0]), float(r), float(d))
+            for o, n, r, d in zip(batch.obs, batch.next_obs, batch.rewards, batch.discounts, strict=True)
+        }
+        # γ = ½: 1 + ½·2 over two steps, then 2 alone; 4 + ½·8, then 8 alone
+        assert sampled == {(0, 2, 2, 0.25), (1, 2, 2, 0.5), (50, 52, 8, 0.25), (51, 52, 8, 0.5)}
+
+
 class TestSampling:
     def test_uniform_over_what_is_held(self) -> None:
         # 7 transitions for 2 envs are 3 rows: 6 transitions, each drawn with p = 1/6. Of 60,000 draws 10,000,

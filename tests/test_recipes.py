@@ -18,20 +18,24 @@ import pytest
 from rl import checkpoint, cli, rundir
 from rl.schemas import schema_of
 from tests.conftest import (
+    EXACT_BACKENDS,
+    INEXACT_BACKENDS,
     RECIPES,
     ROOT,
     algorithm,
     assert_same,
     configure,
     episodes,
+    family,
     final_state,
     launch,
     lines,
     small,
+    steps,
     train,
 )
 
-STEPS = 1536  # of a small run: a few iterations of every recipe
+STEPS = 1536  # env steps of a small run of ppo
 EXACT = ("CartPole-v1", "LunarLander-v3", "HalfCheetah-v4")  # envs whose running episode a replay reproduces
 
 
@@ -56,7 +60,7 @@ def straight_and_resumed(tmp_path: Path, overrides: list[str], at: int) -> tuple
 class TestEveryRecipe:
     def test_same_config_twice_is_bit_identical(self, recipe: str, tmp_path: Path) -> None:
         for name in ("a", "b"):
-            train(tmp_path / name, *small(recipe, f"total_timesteps={STEPS}", "eval.episodes=2"))
+            train(tmp_path / name, *small(recipe, f"total_timesteps={steps(recipe)}", "eval.episodes=2"))
         assert lines(tmp_path / "a") == lines(tmp_path / "b")
         assert episodes(tmp_path / "a") == episodes(tmp_path / "b")
         assert_same(final_state(tmp_path / "a"), final_state(tmp_path / "b"))
@@ -65,21 +69,21 @@ class TestEveryRecipe:
         for seed in (0, 1):
             train(
                 tmp_path / str(seed),
-                *small(recipe, f"total_timesteps={STEPS}", f"seed={seed}", "eval.episodes=1"),
+                *small(recipe, f"total_timesteps={steps(recipe)}", f"seed={seed}", "eval.episodes=1"),
             )
         assert lines(tmp_path / "0")[0] != lines(tmp_path / "1")[0]
 
     def test_evaluation_changes_nothing_in_training(self, recipe: str, tmp_path: Path) -> None:
         train(
             tmp_path / "without",
-            *small(recipe, f"total_timesteps={STEPS}", "eval.every=0", "eval.episodes=1"),
+            *small(recipe, f"total_timesteps={steps(recipe)}", "eval.every=0", "eval.episodes=1"),
         )
         train(
             tmp_path / "with",
             *small(
                 recipe,
-                f"total_timesteps={STEPS}",
-                "eval.every=300",
+                f"total_timesteps={steps(recipe)}",
+                f"eval.every={steps(recipe) // 5}",
                 "eval.episodes=2",
                 "eval.deterministic=false",
             ),
@@ -94,22 +98,38 @@ class TestEveryRecipe:
 
     @pytest.mark.parametrize("backend", ["sync", "async"])
     def test_resumed_is_bit_identical_to_straight(self, recipe: str, backend: str, tmp_path: Path) -> None:
+        if backend not in EXACT_BACKENDS[family(recipe)]:
+            pytest.skip(f"{family(recipe)} cannot save a running episode on {backend}, or has none such")
         overrides = small(
             recipe,
-            f"total_timesteps={STEPS}",
+            f"total_timesteps={steps(recipe)}",
             f"env.backend={backend}",
             "env.num_envs=2",
-            "eval.every=500",
+            f"eval.every={steps(recipe) // 3}",
             "eval.episodes=2",
         )
-        straight, resumed = straight_and_resumed(tmp_path, overrides, at=STEPS // 2)
+        straight, resumed = straight_and_resumed(tmp_path, overrides, at=steps(recipe) // 2)
         assert_same(final_state(straight), final_state(resumed))
         assert lines(straight) == lines(resumed)
         assert episodes(straight) == episodes(resumed)
         assert (straight / "evaluations.csv").read_text() == (resumed / "evaluations.csv").read_text()
 
+    def test_resume_without_saved_episodes_loses_no_step_and_says_so(
+        self, recipe: str, tmp_path: Path
+    ) -> None:
+        if family(recipe) not in INEXACT_BACKENDS:
+            pytest.skip(f"every backend of {family(recipe)} can save a running episode")
+        backend = INEXACT_BACKENDS[family(recipe)]
+        overrides = small(
+            recipe, f"total_timesteps={steps(recipe)}", f"env.backend={backend}", "eval.episodes=1"
+        )
+        _, resumed = straight_and_resumed(tmp_path, overrides, at=steps(recipe) // 2)
+        notes = rundir.read(resumed)["starts"][-1]["notes"]
+        assert [note.split(":")[0] for note in notes] == ["env 0", "env 1"]
+        assert lines(resumed)[-1]["env_steps"] == steps(recipe)
+
     def test_warm_start_takes_over_the_policy_and_nothing_else(self, recipe: str, tmp_path: Path) -> None:
-        overrides = small(recipe, f"total_timesteps={STEPS}", "eval.episodes=1")
+        overrides = small(recipe, f"total_timesteps={steps(recipe)}", "eval.episodes=1")
         train(tmp_path / "first", *overrides)
         config = configure(*overrides, f"warm_start={tmp_path / 'first'}", "seed=7")
         from rl.experiment import Experiment
@@ -123,7 +143,10 @@ class TestEveryRecipe:
     def test_policy_is_a_snapshot(self, recipe: str) -> None:
         algo = algorithm(*small(recipe))
         space, actions = configure(f"algo={recipe}").env.check(render=False)
-        obs = np.random.default_rng(0).normal(size=(8, *space.shape)).astype(np.float32)
+        rng = np.random.default_rng(0)
+        obs = rng.normal(size=(8, *space.shape)).astype(np.float32)
+        if space.dtype == np.uint8:
+            obs = rng.integers(0, 256, obs.shape).astype(np.uint8)
         policy = algo.policy()
         before = policy(obs, policy.initial_state(8), np.random.default_rng(1))[0]
         for _ in range(3):
@@ -136,7 +159,7 @@ class TestEveryRecipe:
             assert not np.array_equal(after, now)
 
     def test_evaluates_and_films_from_the_checkpoint_alone(self, recipe: str, tmp_path: Path) -> None:
-        overrides = (f"total_timesteps={STEPS}", "eval.episodes=1", "env.max_episode_steps=40")
+        overrides = (f"total_timesteps={steps(recipe)}", "eval.episodes=1", "env.max_episode_steps=40")
         train(tmp_path / "run", *small(recipe, *overrides))
         newest = checkpoint.newest(tmp_path / "run" / "checkpoints")
         assert newest is not None

@@ -43,7 +43,7 @@ class Policy(Protocol):
     """Maps raw observations to actions, with the weights and normalisers it was made with."""
 
     def initial_state(self, num_envs: int) -> Any:
-        """The recurrent state at the start of an episode, None for a policy without one."""
+        """The recurrent state at the start of an episode, an array [N, …]; None for a policy without one."""
 
     def __call__(
         self, obs: np.ndarray, state: Any, rng: np.random.Generator | None

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rl.algos import Context
-from rl.checks import check_off_policy
+from rl.checks import check_off_policy, check_replay_memory
 from rl.errors import ConfigError
 from rl.learner import Learner, learners_state, load_learners
 from rl.metrics import Metrics, require_finite
@@ -47,6 +47,7 @@ class C51Config:
     v_min: float = bounded()
     v_max: float = bounded()
     buffer_size: int = bounded(ge=1)
+    memory_map: str | None = bounded()
     gamma: float = bounded(ge=0, le=1)
     tau: float = bounded(gt=0, le=1)
     target_network_frequency: int = bounded(ge=1)
@@ -68,6 +69,10 @@ class C51Config:
                 f"the atoms span what returns can be, e.g. algo.v_min={-abs(self.v_max) - 1:g}"
             )
         check_off_policy(self, run, env)
+
+    def check_spaces(self, env: Any, observation_space: Any, action_space: Any) -> int:
+        """The bytes of the replay buffer; ConfigError when the machine has less."""
+        return check_replay_memory(self, env, observation_space, action_space)
 
 
 def project(probabilities: Tensor, targets: Tensor, atoms: Tensor) -> Tensor:
@@ -99,7 +104,7 @@ class C51:
 
     def __init__(self, config: C51Config, env: Any, network: Any, context: Context) -> None:
         self.config, self.context = config, context
-        self.experience = Experience(config, env, context, config.n_step)
+        self.experience = Experience(config, env, context, n_step=config.n_step, memory_map=config.memory_map)
         self.num_actions = int(self.experience.envs.action_space.n)
         shape = self.experience.envs.observation_space.shape
         torch.manual_seed(context.streams.integer("networks"))
@@ -110,7 +115,7 @@ class C51:
             adam_eps=0.01 / config.batch_size,
         )
         self.atoms = torch.linspace(config.v_min, config.v_max, config.n_atoms, device=context.device)
-        self.logits = numpy_forward(self.q.network, live=True)
+        self.logits = numpy_forward(self.q.network, live=True, autocast=context.autocast)
         self.loss = torch.compile(self._loss) if context.compile else self._loss
         self.warned = False
 
@@ -192,7 +197,7 @@ class C51:
 
     def policy(self) -> GreedyPolicy:
         """The present policy: greedy, or ε-greedy with `end_e` when sampled."""
-        values = expected_values(numpy_forward(self.q.network), self.atoms)
+        values = expected_values(numpy_forward(self.q.network, autocast=self.context.autocast), self.atoms)
         return GreedyPolicy(values, self.num_actions, self.config.end_e, self.experience.normalizer)
 
     def state_dict(self) -> dict[str, Any]:

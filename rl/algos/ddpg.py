@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from rl.algos import Context
-from rl.checks import check_off_policy
+from rl.checks import check_bounded, check_off_policy, check_replay_memory, check_vectors
 from rl.learner import Learner, learners_state, load_learners
 from rl.metrics import Metrics, require_finite
 from rl.networks.continuous import Critics, DeterministicActor
@@ -38,7 +38,6 @@ class DDPGConfig:
     conf/algo/ddpg_continuous_action.yaml."""
 
     action_spaces: ClassVar[tuple[str, ...]] = ("Box",)
-    bounded_actions: ClassVar[bool] = True
 
     learning_rate: float = bounded(gt=0)
     buffer_size: int = bounded(ge=1)
@@ -54,6 +53,12 @@ class DDPGConfig:
     def check(self, run: Any, env: Any) -> None:
         """Raise ConfigError for what cannot work."""
         check_off_policy(self, run, env)
+
+    def check_spaces(self, env: Any, observation_space: Any, action_space: Any) -> int:
+        """The replay buffer's bytes; ConfigError for more than there are, unbounded actions and images."""
+        check_bounded(action_space, env)
+        check_vectors(observation_space, env)
+        return check_replay_memory(self, env, observation_space, action_space)
 
 
 class DDPG:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rl.algos import Context
-from rl.checks import check_off_policy
+from rl.checks import check_off_policy, check_replay_memory
 from rl.learner import Learner, learners_state, load_learners
 from rl.metrics import Metrics, require_finite
 from rl.networks.numpy_forward import numpy_forward
@@ -41,6 +41,7 @@ class DQNConfig:
 
     learning_rate: float = bounded(gt=0)
     buffer_size: int = bounded(ge=1)
+    memory_map: str | None = bounded()
     gamma: float = bounded(ge=0, le=1)
     tau: float = bounded(gt=0, le=1)
     target_network_frequency: int = bounded(ge=1)
@@ -58,6 +59,10 @@ class DQNConfig:
     def check(self, run: Any, env: Any) -> None:
         """Raise ConfigError for what cannot work."""
         check_off_policy(self, run, env)
+
+    def check_spaces(self, env: Any, observation_space: Any, action_space: Any) -> int:
+        """The bytes of the replay buffer; ConfigError when the machine has less."""
+        return check_replay_memory(self, env, observation_space, action_space)
 
 
 def next_action_values(target_q: Tensor, online_q: Tensor | None) -> Tensor:
@@ -79,13 +84,13 @@ class DQN:
 
     def __init__(self, config: DQNConfig, env: Any, network: Any, context: Context) -> None:
         self.config, self.context = config, context
-        self.experience = Experience(config, env, context, config.n_step)
+        self.experience = Experience(config, env, context, n_step=config.n_step, memory_map=config.memory_map)
         self.num_actions = int(self.experience.envs.action_space.n)
         shape = self.experience.envs.observation_space.shape
         torch.manual_seed(context.streams.integer("networks"))
         head = nn.Linear(network.features(shape), self.num_actions)
         self.q = Learner(nn.Sequential(network.build(shape), head).to(context.device), config.learning_rate)
-        self.values = numpy_forward(self.q.network, live=True)
+        self.values = numpy_forward(self.q.network, live=True, autocast=context.autocast)
         self.loss = torch.compile(self._loss) if context.compile else self._loss
 
     @property
@@ -136,7 +141,7 @@ class DQN:
 
     def policy(self) -> GreedyPolicy:
         """The present policy: greedy, or ε-greedy with `end_e` when sampled."""
-        values = numpy_forward(self.q.network)
+        values = numpy_forward(self.q.network, autocast=self.context.autocast)
         return GreedyPolicy(values, self.num_actions, self.config.end_e, self.experience.normalizer)
 
     def state_dict(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -25,7 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rl.algos import Context
+from rl.algos import Context, Policy
+from rl.checks import check_rollout
 from rl.distributions import Distribution, distribution_over
 from rl.envs.normalization import ObsNormalizer, RewardNormalizer
 from rl.errors import ConfigError
@@ -37,6 +39,8 @@ from rl.returns import explained_variance, gae
 from rl.rollout import Rollout
 from rl.schemas import bounded
 from rl.seeding import generator_state, set_generator_state
+
+CHUNK = 2048  # observations of a rollout that are evaluated at once
 
 
 @dataclass
@@ -73,18 +77,11 @@ class PPOConfig:
                 f"× algo.num_steps = "
                 f"{env.num_envs} × {self.num_steps} = {batch}; algo.num_minibatches={fits} does"
             )
-        if self.norm_adv and batch == self.num_minibatches:
-            raise ConfigError(
-                f"algo.num_minibatches={self.num_minibatches} leaves minibatches of 1, whose advantages "
-                f"cannot be normalised; "
-                f"use fewer, or algo.norm_adv=false"
-            )
-        if run.total_timesteps < batch:
-            raise ConfigError(
-                f"total_timesteps={run.total_timesteps} is below one batch of env.num_envs × "
-                f"algo.num_steps = {batch}; "
-                f"total_timesteps={batch} is the least"
-            )
+        check_rollout(self, run, env)
+
+    def check_spaces(self, env: Any, observation_space: Any, action_space: Any) -> int:
+        """0: there is no replay buffer to find memory for."""
+        return 0
 
 
 def policy_loss(logratio: Tensor, advantages: Tensor, clip_coef: float) -> Tensor:
@@ -151,7 +148,7 @@ class PPO:
         self.distribution = distribution_over(self.envs.action_space)
 
         torch.manual_seed(context.streams.integer("networks"))
-        self.agent = Agent(network, observation_shape, self.distribution).to(self.device)
+        self.agent = self._agent(network, observation_shape).to(self.device)
         self.flat, self.grad = flatten_parameters(self.agent)
         self.optimizer = Adam(self.flat, self.grad, config.learning_rate, config.adam_eps)
         self.obs_normalizer = ObsNormalizer(observation_shape, env.clip_obs) if env.normalize_obs else None
@@ -165,6 +162,9 @@ class PPO:
         self.env_steps = 0
         self.iteration = 0
         self.obs = self._normalize(self.envs.reset(context.streams.sequence("envs")))
+
+    def _agent(self, network: Any, observation_shape: tuple[int, ...]) -> Any:
+        return Agent(network, observation_shape, self.distribution)
 
     def iterate(self) -> Metrics:
         """One rollout of `num_envs × num_steps` env steps and its update."""
@@ -180,7 +180,9 @@ class PPO:
 
     def collect(self) -> tuple[dict[str, Tensor], list[FinishedEpisode]]:
         """Act for `num_steps` in every env; the batch to learn from, and the episodes that finished."""
-        actor = ActorPolicy(self.agent.actor, self.agent.logstd, self.distribution)
+        actor = ActorPolicy(
+            self.agent.actor, self.agent.logstd, self.distribution, autocast=self.context.autocast
+        )
         noise = self.distribution.noise(self.action_rng, (self.config.num_steps, self.num_envs))
         shape, dtype = self.distribution.action_shape, self.distribution.action_dtype
         rollout = Rollout(self.config.num_steps, self.obs, shape, dtype)
@@ -201,24 +203,18 @@ class PPO:
     @torch.no_grad()
     def _batch(self, rollout: Rollout) -> dict[str, Tensor]:
         """The rollout as tensors [T·N, …] with log-probabilities, values, advantages and returns."""
-        c, size = self.config, self.batch_size
+        size = self.batch_size
         obs = torch.from_numpy(rollout.obs).to(self.device).flatten(0, 1)
         actions = torch.from_numpy(rollout.actions).to(self.device).flatten(0, 1)
-        outputs, v = self._forward(obs)
+        outputs, v = (torch.cat(parts) for parts in zip(*map(self._forward, obs.split(CHUNK)), strict=True))
         logprobs, _ = self.distribution.log_prob_and_entropy(outputs[:size], self.agent.logstd, actions)
         values = v.cpu().numpy().reshape(-1, self.num_envs)
         cut_values = np.empty(0)
         if rollout.cut:
             final_obs = np.concatenate([obs for _, _, obs in rollout.cut])
             cut_values = self._forward(torch.from_numpy(final_obs).to(self.device))[1].cpu().numpy()
-        next_values = rollout.next_values(values, cut_values)
-        terminated, truncated = rollout.terminated, rollout.truncated
-        if not c.bootstrap_truncated:
-            terminated = terminated | truncated
-        advantages = gae(
-            rollout.rewards, values[:-1], next_values, terminated, truncated, c.gamma, c.gae_lambda
-        )
-        return {
+        advantages = self._advantages(rollout, values, cut_values)
+        batch = {
             "obs": obs[:size],
             "actions": actions,
             "logprobs": logprobs,
@@ -226,6 +222,18 @@ class PPO:
             "advantages": torch.from_numpy(advantages).flatten().to(self.device),
             "returns": torch.from_numpy(advantages + values[:-1]).flatten().to(self.device),
         }
+        if rollout.active.all():
+            return batch
+        alive = torch.from_numpy(np.flatnonzero(rollout.active)).to(self.device)
+        return {name: x[alive] for name, x in batch.items()}
+
+    def _advantages(self, rollout: Rollout, values: np.ndarray, cut_values: np.ndarray) -> np.ndarray:
+        """GAE [T, N] from V of `obs` [T + 1, N] and of the true successors in `cut`."""
+        c, terminated, truncated = self.config, rollout.terminated, rollout.truncated
+        if not c.bootstrap_truncated:
+            terminated = terminated | truncated
+        following = rollout.next_values(values, cut_values)
+        return gae(rollout.rewards, values[:-1], following, terminated, truncated, c.gamma, c.gae_lambda)
 
     def update(self, batch: dict[str, Tensor]) -> dict[str, float]:
         """`update_epochs` passes over the batch in minibatches; the iteration's mean losses."""
@@ -236,13 +244,8 @@ class PPO:
         self.optimizer.lr = learning_rate
         losses: list[tuple[Tensor, ...]] = []
         for _ in range(c.update_epochs):
-            order = torch.from_numpy(self.minibatch_rng.permutation(self.batch_size)).to(self.device)
-            minibatches = {name: x[order].unflatten(0, (c.num_minibatches, -1)) for name, x in batch.items()}
-            if c.norm_adv:  # each minibatch by its own mean and deviation
-                a = minibatches["advantages"]
-                minibatches["advantages"] = (a - a.mean(1, keepdim=True)) / (a.std(1, keepdim=True) + 1e-8)
-            for i in range(c.num_minibatches):
-                loss, *parts = self.losses({name: x[i] for name, x in minibatches.items()})
+            for minibatch in self._minibatches(batch):
+                loss, *parts = self.losses(minibatch)
                 self.grad.zero_()
                 loss.backward()
                 clip_grad_norm(self.grad, c.max_grad_norm)
@@ -261,11 +264,24 @@ class PPO:
         scalars["charts/learning_rate"] = learning_rate
         return scalars
 
+    def _minibatches(self, batch: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        """One epoch: the rows of the batch in random order, `num_minibatches` equal parts of them; what does
+        not divide is left to other epochs."""
+        parts, rows = self.config.num_minibatches, len(batch["obs"])
+        order = torch.from_numpy(self.minibatch_rng.permutation(rows)[: rows - rows % parts])
+        order = order.to(self.device).view(parts, -1)
+        advantages = batch["advantages"][order]
+        if self.config.norm_adv:  # each minibatch by its own mean and deviation
+            mean, std = advantages.mean(1, keepdim=True), advantages.std(1, keepdim=True)
+            advantages = (advantages - mean) / (std + 1e-8)
+        for rows_of_part, part in zip(order, advantages, strict=True):
+            yield {**{name: x[rows_of_part] for name, x in batch.items()}, "advantages": part}
+
     def _losses(self, mb: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """The loss of a minibatch; its policy loss, value loss and entropy; and log π/π_old of each row,
         [B]."""
         c = self.config
-        outputs, values = self._forward(mb["obs"])
+        outputs, values = self._evaluate(mb)
         logprobs, entropies = self.distribution.log_prob_and_entropy(
             outputs, self.agent.logstd, mb["actions"]
         )
@@ -278,6 +294,10 @@ class PPO:
         loss = pg_loss - c.ent_coef * entropy + c.vf_coef * v_loss
         return loss, pg_loss, v_loss, entropy, logratio
 
+    def _evaluate(self, mb: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Actor outputs [B, K] and values [B] at a minibatch."""
+        return self._forward(mb["obs"])
+
     def _forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """Actor outputs and values in float32, computed in the run's precision."""
         with self.context.autocast():
@@ -287,9 +307,15 @@ class PPO:
     def _normalize(self, obs: np.ndarray, update: bool = True) -> np.ndarray:
         return obs if self.obs_normalizer is None else self.obs_normalizer(obs, update=update)
 
-    def policy(self) -> ActorPolicy:
+    def policy(self) -> Policy:
         """The present policy, its weights and normaliser copied."""
-        return ActorPolicy(self.agent.actor, self.agent.logstd, self.distribution, self.obs_normalizer)
+        return ActorPolicy(
+            self.agent.actor,
+            self.agent.logstd,
+            self.distribution,
+            self.obs_normalizer,
+            self.context.autocast,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Networks, optimiser, normalisers, streams, envs and counters."""
@@ -320,9 +346,13 @@ class PPO:
         self.iteration = state["counters"]["iteration"]
         restored = self.envs.load_state_dict(state["envs"])
         self.obs = self._normalize(restored.obs, update=False)
-        if self.reward_normalizer is not None:
-            self.reward_normalizer.returns[~restored.exact] = 0.0
+        self._restarted(~restored.exact)
         return restored.notes()
+
+    def _restarted(self, envs: np.ndarray) -> None:
+        """New episodes began in these envs [N] while nobody looked."""
+        if self.reward_normalizer is not None:
+            self.reward_normalizer.returns[envs] = 0.0
 
     def close(self) -> None:
         """Close the training envs."""

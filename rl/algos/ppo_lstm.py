@@ -1,0 +1,203 @@
+"""Proximal policy optimisation with memory: PPO whose trunk remembers what it saw in the same episode.
+
+As in ppo.py, but for the recurrent state, which goes on from one rollout to the next and is zeroed where an
+episode starts, while acting and while learning. A minibatch is whole sequences of some envs, run again from
+the state at the beginning of the rollout (Huang et al. 2022, "The 37 implementation details of PPO",
+detail 32).
+
+Where it differs from CleanRL's ppo_atari_lstm.py, beside what ppo.py says: V of the true successor of an
+episode that a time limit cut comes from the state in which the episode was left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rl.algos.ppo import PPO
+from rl.checks import check_rollout
+from rl.distributions import Distribution
+from rl.errors import ConfigError
+from rl.metrics import FinishedEpisode
+from rl.networks.initialisers import layer_init
+from rl.networks.recurrent import State
+from rl.policies import RecurrentPolicy
+from rl.rollout import Rollout
+from rl.schemas import bounded
+
+
+@dataclass
+class RecurrentPPOConfig:
+    """The keys of `algo`; their meaning stands beside their values in conf/algo/ppo.yaml."""
+
+    action_spaces: ClassVar[tuple[str, ...]] = ("Discrete", "MultiDiscrete", "Box")
+    recurrent: ClassVar[bool] = True
+
+    learning_rate: float = bounded(gt=0)
+    anneal_lr: bool = bounded()
+    num_steps: int = bounded(ge=1)
+    gamma: float = bounded(ge=0, le=1)
+    gae_lambda: float = bounded(ge=0, le=1)
+    num_minibatches: int = bounded(ge=1)
+    update_epochs: int = bounded(ge=1)
+    norm_adv: bool = bounded()
+    clip_coef: float = bounded(gt=0)
+    clip_vloss: bool = bounded()
+    ent_coef: float = bounded(ge=0)
+    vf_coef: float = bounded(ge=0)
+    max_grad_norm: float = bounded(gt=0)
+    target_kl: float | None = bounded(gt=0)
+    adam_eps: float = bounded(gt=0)
+    bootstrap_truncated: bool = bounded()
+
+    def check(self, run: Any, env: Any) -> None:
+        """Raise ConfigError where envs do not divide into minibatches or the run is shorter than a
+        rollout."""
+        if env.num_envs % self.num_minibatches:
+            fits = max(n for n in range(1, self.num_minibatches) if env.num_envs % n == 0)
+            raise ConfigError(
+                f"algo.num_minibatches={self.num_minibatches} does not divide env.num_envs={env.num_envs}, "
+                f"and a minibatch is whole sequences of some envs; algo.num_minibatches={fits} does"
+            )
+        check_rollout(self, run, env)
+
+    def check_spaces(self, env: Any, observation_space: Any, action_space: Any) -> int:
+        """0: there is no replay buffer to find memory for."""
+        return 0
+
+
+class RecurrentAgent(nn.Module):
+    """Actor and critic, two heads on one trunk with memory."""
+
+    def __init__(self, network: Any, observation_shape: tuple[int, ...], distribution: Distribution) -> None:
+        super().__init__()
+        features = network.features(observation_shape)
+        self.trunk = network.build(observation_shape)
+        self.actor = layer_init(nn.Linear(features, distribution.outputs), std=0.01)
+        self.critic = layer_init(nn.Linear(features, 1), std=1.0)
+        self.logstd = nn.Parameter(torch.zeros(distribution.outputs)) if distribution.has_logstd else None
+
+    def forward(self, obs: Tensor, state: State, starts: Tensor) -> tuple[Tensor, Tensor, State]:
+        """The actor's outputs [T, N, K] and values [T, N] of observations [T, N, …], and the state after
+        them; `starts` [T, N]: which are the first of an episode."""
+        hidden, state = self.trunk(obs, state, starts)
+        return self.actor(hidden).float(), self.critic(hidden).squeeze(-1).float(), state
+
+
+class RecurrentPPO(PPO):
+    """PPO with a recurrent network on any vector env with Discrete, MultiDiscrete or Box actions.
+
+    Args: see `PPO`; the network is one with memory.
+    """
+
+    def __init__(self, config: RecurrentPPOConfig, env: Any, network: Any, context: Any) -> None:
+        super().__init__(config, env, network, context)  # type: ignore[arg-type]
+        self.state: State = self.agent.trunk.initial_state(self.num_envs)
+        self.starts = np.ones(self.num_envs, bool)  # which of `obs` are the first of an episode
+
+    def _agent(self, network: Any, observation_shape: tuple[int, ...]) -> RecurrentAgent:
+        return RecurrentAgent(network, observation_shape, self.distribution)
+
+    def collect(self) -> tuple[dict[str, Tensor], list[FinishedEpisode]]:
+        """Act for `num_steps` in every env; the batch to learn from, and the episodes that finished."""
+        steps = self.config.num_steps
+        noise = self.distribution.noise(self.action_rng, (steps, self.num_envs))
+        std = None if self.agent.logstd is None else self.agent.logstd.detach().exp().cpu().numpy()
+        rollout = Rollout(steps, self.obs, self.distribution.action_shape, self.distribution.action_dtype)
+        starts = np.empty((steps + 1, self.num_envs), bool)
+        first, cut_values = self.state, []
+        episodes: list[FinishedEpisode] = []
+        for t in range(steps):
+            starts[t] = self.starts
+            outputs, _, self.state = self._sequence(rollout.obs[t : t + 1], self.state, starts[t : t + 1])
+            rollout.actions[t] = self.distribution.sample(outputs[0].cpu().numpy(), noise[t], std)
+            step = self.envs.step(rollout.actions[t])
+            self.env_steps += self.num_envs
+            self.starts = step.terminated | step.truncated
+            rewards = step.reward
+            if self.reward_normalizer is not None:
+                rewards = self.reward_normalizer(step.reward, self.starts)
+            for i in rollout.add(t, step, self._normalize(step.obs), rewards):
+                following = self._normalize(step.next_obs[i : i + 1], update=False)
+                rollout.cut.append((t, i, following))
+                left = (self.state[0][:, i : i + 1], self.state[1][:, i : i + 1])
+                cut_values.append(self._sequence(following[None], left, np.zeros((1, 1), bool))[1].item())
+            episodes += [FinishedEpisode(self.env_steps, *episode) for episode in step.episodes]
+        self.obs, starts[steps] = rollout.obs[-1], self.starts
+        return self._sequences(rollout, first, starts, np.array(cut_values)), episodes
+
+    def _sequences(
+        self, rollout: Rollout, first: State, starts: np.ndarray, cut_values: np.ndarray
+    ) -> dict[str, Tensor]:
+        """The rollout as tensors [T, N, …], and the state h, c [layers, N, H] at its beginning."""
+        outputs, v, _ = self._sequence(rollout.obs, first, starts)
+        actions = torch.from_numpy(rollout.actions).to(self.device)
+        logprobs, _ = self.distribution.log_prob_and_entropy(
+            outputs[:-1].flatten(0, 1), self.agent.logstd, actions.flatten(0, 1)
+        )
+        values = v.cpu().numpy()
+        advantages = self._advantages(rollout, values, cut_values)
+        return {
+            "obs": torch.from_numpy(rollout.obs[:-1]).to(self.device),
+            "starts": torch.from_numpy(starts[:-1]).to(self.device),
+            "h": first[0],
+            "c": first[1],
+            "active": torch.from_numpy(rollout.active).to(self.device),
+            "actions": actions,
+            "logprobs": logprobs.unflatten(0, v[:-1].shape),
+            "values": v[:-1],
+            "advantages": torch.from_numpy(advantages).to(self.device),
+            "returns": torch.from_numpy(advantages + values[:-1]).to(self.device),
+        }
+
+    def _minibatches(self, batch: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        """One epoch: the envs in random order, `num_minibatches` equal parts of them, each with its whole
+        sequences; what is not fed to the network [B, …], in order of time and without who was not there."""
+        order = torch.from_numpy(self.minibatch_rng.permutation(self.num_envs)).to(self.device)
+        for envs in order.view(self.config.num_minibatches, -1):
+            part = {name: x[:, envs] for name, x in batch.items()}
+            for name in ("actions", "logprobs", "values", "advantages", "returns"):
+                part[name] = part[name][part["active"]]
+            if self.config.norm_adv:
+                advantages = part["advantages"]
+                part["advantages"] = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+            yield part
+
+    def _evaluate(self, mb: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Actor outputs [B, K] and values [B] at a minibatch of sequences."""
+        with self.context.autocast():
+            outputs, values, _ = self.agent(mb["obs"], (mb["h"], mb["c"]), mb["starts"])
+        return outputs[mb["active"]].float(), values[mb["active"]].float()
+
+    @torch.no_grad()
+    def _sequence(self, obs: np.ndarray, state: State, starts: np.ndarray) -> tuple[Tensor, Tensor, State]:
+        """Outputs [T, N, K], values [T, N] and the state after observations [T, N, …], without gradients."""
+        x, begin = torch.from_numpy(obs).to(self.device), torch.from_numpy(starts).to(self.device)
+        with self.context.autocast():
+            outputs, values, state = self.agent(x, state, begin)
+        return outputs.float(), values.float(), state
+
+    def policy(self) -> RecurrentPolicy:
+        """The present policy, its weights and normaliser copied."""
+        return RecurrentPolicy(self.agent, self.distribution, self.obs_normalizer, self.context.autocast)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What PPO has, the recurrent state, and which envs start an episode."""
+        h, c = self.state
+        return {**super().state_dict(), "memory": {"h": h, "c": c, "starts": self.starts}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
+        """Continue from a saved state; a note for each env whose running episode could not be restored."""
+        memory = state["memory"]
+        self.state = memory["h"].to(self.device), memory["c"].to(self.device)
+        self.starts = memory["starts"].astype(bool)
+        return super().load_state_dict(state)
+
+    def _restarted(self, envs: np.ndarray) -> None:
+        super()._restarted(envs)
+        self.starts = self.starts | envs
