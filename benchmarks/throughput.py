@@ -3,6 +3,7 @@
 python benchmarks/throughput.py                                    every workload, three rounds
 python benchmarks/throughput.py ppo --steps 51200 --rounds 5       one of them, shorter and more often
 python benchmarks/throughput.py --threads 1 --json figures.json    one thread for both; keep the raw figures
+python benchmarks/throughput.py ppo_atari --ours precision=bf16    an override of our side
 
 Each measurement is a process of its own, and the two sides take turns, so that what else the machine does
 hits both. Both figures are env steps over the wall seconds of the training call, without imports and process
@@ -28,8 +29,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,8 @@ class Workload:
     normalize: bool = False
     """Running normalisation of observations and rewards, clipped to ±10."""
     anneal_lr: bool = True
+    atari: bool = False
+    """SB3's `make_atari_env` and four stacked frames, which is the preprocessing of our `env=atari`."""
     overrides: tuple[str, ...] = ()
     """What our side needs besides `algo=<name of the workload>`."""
 
@@ -180,6 +184,52 @@ WORKLOADS: dict[str, Workload] = {
     ),
     "td3_continuous_action": continuous("TD3", policy_delay=2, action_noise=0.1),
     "sac_continuous_action": continuous("SAC"),
+    # A run of ten million steps has an evaluation every 500k; here one game is enough for their share.
+    "ppo_atari": Workload(
+        env_id="BreakoutNoFrameskip-v4",
+        num_envs=8,
+        steps=8 * 8 * 128,
+        sb3_class="PPO",
+        sb3_kwargs=PPO
+        | {
+            "policy": "CnnPolicy",
+            "n_steps": 128,
+            "batch_size": 256,
+            "n_epochs": 4,
+            "clip_range": 0.1,
+            "clip_range_vf": 0.1,
+            "learning_rate": 2.5e-4,
+            "ent_coef": 0.01,
+            "net_arch": [],
+        },
+        atari=True,
+        overrides=("eval.episodes=1",),
+    ),
+    "dqn_atari": Workload(
+        env_id="BreakoutNoFrameskip-v4",
+        num_envs=1,
+        steps=STARTS + 6000,
+        sb3_class="DQN",
+        sb3_kwargs={
+            "policy": "CnnPolicy",
+            "gamma": 0.99,
+            "buffer_size": 20_000,
+            "learning_starts": STARTS,
+            "batch_size": 32,
+            "train_freq": 4,
+            "gradient_steps": 1,
+            "target_update_interval": 1000,
+            "exploration_fraction": 0.1,
+            "exploration_final_eps": 0.01,
+            "max_grad_norm": float("inf"),
+            "learning_rate": 1e-4,
+            "net_arch": [],
+            "activation": "ReLU",
+        },
+        anneal_lr=False,
+        atari=True,
+        overrides=(f"algo.learning_starts={STARTS}", "algo.buffer_size=20000", "eval.episodes=1"),
+    ),
 }
 
 
@@ -188,9 +238,9 @@ def sb3_train(workload: Workload, steps: int, seed: int) -> Measurement:
     import numpy as np
     import stable_baselines3
     import torch
-    from stable_baselines3.common.env_util import make_vec_env
+    from stable_baselines3.common.env_util import make_atari_env, make_vec_env
     from stable_baselines3.common.noise import NormalActionNoise
-    from stable_baselines3.common.vec_env import VecEnv, VecNormalize
+    from stable_baselines3.common.vec_env import VecEnv, VecFrameStack, VecNormalize
 
     kwargs = dict(workload.sb3_kwargs)
     learning_rate = kwargs.pop("learning_rate")
@@ -202,7 +252,12 @@ def sb3_train(workload: Workload, steps: int, seed: int) -> Measurement:
     if "n_critics" in kwargs:
         policy_kwargs["n_critics"] = kwargs.pop("n_critics")
     envs: VecEnv
-    envs = make_vec_env(workload.env_id, n_envs=workload.num_envs, seed=seed)  # a DummyVecEnv
+    if workload.atari:
+        import ale_py  # noqa: F401  registers the games
+
+        envs = VecFrameStack(make_atari_env(workload.env_id, n_envs=workload.num_envs, seed=seed), 4)
+    else:
+        envs = make_vec_env(workload.env_id, n_envs=workload.num_envs, seed=seed)  # a DummyVecEnv
     if workload.normalize:
         envs = VecNormalize(envs, gamma=kwargs["gamma"], clip_obs=10.0, clip_reward=10.0)
     if "action_noise" in kwargs:
@@ -231,12 +286,15 @@ def measure_sb3(name: str, steps: int, seed: int, environment: dict[str, str]) -
     return Measurement(**json.loads(output.splitlines()[-1]))
 
 
-def measure_ours(name: str, steps: int, seed: int, environment: dict[str, str]) -> Measurement:
+def measure_ours(
+    name: str, steps: int, seed: int, environment: dict[str, str], ours: Sequence[str] = ()
+) -> Measurement:
     """Train with `launch.py` into a temporary run directory and read what its run.json says."""
     with tempfile.TemporaryDirectory(prefix="throughput-") as folder:
         overrides = [
             f"algo={name}",
             *WORKLOADS[name].overrides,
+            *ours,
             f"total_timesteps={steps}",
             f"seed={seed}",
             "device=cpu",
@@ -319,6 +377,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="env steps a measurement (default: the workload's own)")
     parser.add_argument("--rounds", type=int, default=3, help="measurements a side (default: %(default)s)")
     parser.add_argument("--threads", type=int, help="OMP_NUM_THREADS of both sides (default: not set)")
+    parser.add_argument(
+        "--ours", action="append", default=[], metavar="KEY=VALUE", help="an override of our side, repeatable"
+    )
     parser.add_argument("--side", choices=SIDES, help="measure one side alone (default: both, in turn)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the raw figures to FILE")
     parser.add_argument("--sb3-worker", type=int, metavar="SEED", help=argparse.SUPPRESS)
@@ -350,7 +411,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     environment = dict(os.environ)
     if options.threads:
         environment["OMP_NUM_THREADS"] = str(options.threads)
-    measure = {"ours": measure_ours, "sb3": measure_sb3}
+    if options.ours:
+        console.print(f"{'ours':>18}  {' '.join(options.ours)}", highlight=False)
+    measure: dict[str, Callable[..., Measurement]] = {
+        "ours": partial(measure_ours, ours=options.ours),
+        "sb3": measure_sb3,
+    }
     results: dict[str, Result] = {}
     for name in options.workloads:
         results[name] = Result()

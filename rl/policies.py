@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from rl.distributions import Distribution
 from rl.envs.normalization import ObsNormalizer
 from rl.networks.continuous import LOG_STD_MAX, LOG_STD_MIN
-from rl.networks.numpy_forward import Autocast, Forward, numpy_forward
+from rl.networks.numpy_forward import Forward, numpy_forward
 
 
 class ActorPolicy:
@@ -23,7 +24,7 @@ class ActorPolicy:
         actor: the network from observations [N, …] to outputs.
         logstd: the log standard deviations [K] beside them, None where the distribution has none.
         normalizer: of the observations, None where they are taken raw.
-        autocast: the run's precision, for networks that go through torch.
+        dtype: of the run's precision, for networks that go through torch.
     """
 
     def __init__(
@@ -32,9 +33,9 @@ class ActorPolicy:
         logstd: Tensor | None,
         distribution: Distribution,
         normalizer: ObsNormalizer | None = None,
-        autocast: Autocast = nullcontext,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.actor = numpy_forward(actor, autocast=autocast)
+        self.actor = numpy_forward(actor, dtype=dtype)
         self.std = None if logstd is None else logstd.detach().exp().cpu().numpy()
         self.distribution = distribution
         self.normalizer = copy.deepcopy(normalizer)
@@ -71,7 +72,7 @@ class RecurrentPolicy:
         agent: Any,
         distribution: Distribution,
         normalizer: ObsNormalizer | None,
-        autocast: Autocast = nullcontext,
+        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.agent = copy.deepcopy(agent)
         self.std = None if agent.logstd is None else agent.logstd.detach().exp().cpu().numpy()

@@ -158,6 +158,28 @@ class TwoChoices(Probe):
         return float(action.sum()), self.steps >= 10, False
 
 
+class Recall(Probe):
+    """Shows −1 or 1 at first and zeros after; on its fifth step it pays 1 for action 0 or 1 respectively."""
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        gym.Env.reset(self, seed=seed)
+        self.cue, self.steps = int(self.np_random.integers(2)), 0
+        return np.array([2.0 * self.cue - 1], np.float32), {}
+
+    def outcome(self, action: Any) -> tuple[float, bool, bool]:
+        over = self.steps == 5
+        return float(over and int(action) == self.cue), over, False
+
+
+class SecondPays(Probe):
+    """One step, which pays 1 for the second of two actions."""
+
+    def outcome(self, action: Any) -> tuple[float, bool, bool]:
+        return float(int(action) == 1), True, False
+
+
 class Switches(TwoChoices):
     """MultiBinary of two; observes the ones it was given."""
 
@@ -311,6 +333,8 @@ for _probe in (
     BoxBounds,
     StartAtFive,
     TwoChoices,
+    Recall,
+    SecondPays,
     Switches,
     DictObs,
     DictActions,

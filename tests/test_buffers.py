@@ -152,7 +152,6 @@ class TestNSteps:
             "termination counts, truncation does not"
         )
 
-
     def test_a_row_that_does_not_follow_on_ends_the_return(self) -> None:
         """As after a resume that could not restore the episode: nothing ended, and yet another began."""
         buffer, false = buffer_of(10, 1, n_step=3), np.zeros(1, bool)

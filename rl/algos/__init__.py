@@ -30,6 +30,13 @@ class Context:
     precision: str = "fp32"
     compile: bool = False
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What networks are evaluated in, as a torch type."""
+        import torch
+
+        return torch.bfloat16 if self.precision == "bf16" else torch.float32
+
     def autocast(self) -> AbstractContextManager[Any]:
         """A block in which networks are evaluated in the run's precision."""
         if self.precision != "bf16":

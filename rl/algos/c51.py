@@ -115,7 +115,7 @@ class C51:
             adam_eps=0.01 / config.batch_size,
         )
         self.atoms = torch.linspace(config.v_min, config.v_max, config.n_atoms, device=context.device)
-        self.logits = numpy_forward(self.q.network, live=True, autocast=context.autocast)
+        self.logits = numpy_forward(self.q.network, live=True)
         self.loss = torch.compile(self._loss) if context.compile else self._loss
         self.warned = False
 
@@ -197,7 +197,7 @@ class C51:
 
     def policy(self) -> GreedyPolicy:
         """The present policy: greedy, or ε-greedy with `end_e` when sampled."""
-        values = expected_values(numpy_forward(self.q.network, autocast=self.context.autocast), self.atoms)
+        values = expected_values(numpy_forward(self.q.network, dtype=self.context.dtype), self.atoms)
         return GreedyPolicy(values, self.num_actions, self.config.end_e, self.experience.normalizer)
 
     def state_dict(self) -> dict[str, Any]:

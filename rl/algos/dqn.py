@@ -90,7 +90,7 @@ class DQN:
         torch.manual_seed(context.streams.integer("networks"))
         head = nn.Linear(network.features(shape), self.num_actions)
         self.q = Learner(nn.Sequential(network.build(shape), head).to(context.device), config.learning_rate)
-        self.values = numpy_forward(self.q.network, live=True, autocast=context.autocast)
+        self.values = numpy_forward(self.q.network, live=True)
         self.loss = torch.compile(self._loss) if context.compile else self._loss
 
     @property
@@ -141,7 +141,7 @@ class DQN:
 
     def policy(self) -> GreedyPolicy:
         """The present policy: greedy, or ε-greedy with `end_e` when sampled."""
-        values = numpy_forward(self.q.network, autocast=self.context.autocast)
+        values = numpy_forward(self.q.network, dtype=self.context.dtype)
         return GreedyPolicy(values, self.num_actions, self.config.end_e, self.experience.normalizer)
 
     def state_dict(self) -> dict[str, Any]:

@@ -105,6 +105,11 @@ def approximate_kl(logratio: Tensor) -> Tensor:
     return (logratio.exp() - 1 - logratio).mean(-1)
 
 
+def clip_fraction(logratio: Tensor, clip_coef: float) -> Tensor:
+    """The part of [B] whose ratio lies beyond 1 ± ε."""
+    return ((logratio.exp() - 1).abs() > clip_coef).float().mean()
+
+
 class Agent(nn.Module):
     """Actor and critic, two networks of the same shape, or two heads on one when `network.shared`."""
 
@@ -180,9 +185,7 @@ class PPO:
 
     def collect(self) -> tuple[dict[str, Tensor], list[FinishedEpisode]]:
         """Act for `num_steps` in every env; the batch to learn from, and the episodes that finished."""
-        actor = ActorPolicy(
-            self.agent.actor, self.agent.logstd, self.distribution, autocast=self.context.autocast
-        )
+        actor = ActorPolicy(self.agent.actor, self.agent.logstd, self.distribution, dtype=self.context.dtype)
         noise = self.distribution.noise(self.action_rng, (self.config.num_steps, self.num_envs))
         shape, dtype = self.distribution.action_shape, self.distribution.action_dtype
         rollout = Rollout(self.config.num_steps, self.obs, shape, dtype)
@@ -253,10 +256,10 @@ class PPO:
                 losses.append(tuple(part.detach() for part in parts))
             if c.target_kl is not None and approximate_kl(losses[-1][-1]) > c.target_kl:
                 break
-        pg, v, entropy, logratio = (torch.stack(parts) for parts in zip(*losses, strict=True))
-        clipfrac = ((logratio.exp() - 1).abs() > c.clip_coef).float().mean(1)
-        stats = (pg, v, entropy, -logratio.mean(1), approximate_kl(logratio), clipfrac)
-        self.minibatch_losses = torch.stack(stats, dim=1)  # [minibatches, LOSSES]
+        *means_of, logratios = zip(*losses, strict=True)
+        ratios = [(-x.mean(), approximate_kl(x), clip_fraction(x, c.clip_coef)) for x in logratios]
+        columns: list[Any] = [*means_of, *zip(*ratios, strict=True)]
+        self.minibatch_losses = torch.stack([torch.stack(x) for x in columns], dim=1)  # [minibatches, LOSSES]
         means = self.minibatch_losses.mean(0).tolist()
         scalars = {f"losses/{name}": value for name, value in zip(self.LOSSES, means, strict=True)}
         require_finite(scalars, self.agent)
@@ -314,7 +317,7 @@ class PPO:
             self.agent.logstd,
             self.distribution,
             self.obs_normalizer,
-            self.context.autocast,
+            self.context.dtype,
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -118,7 +118,7 @@ class DiscreteSAC:
         self.log_alpha = nn.Parameter(torch.full((1,), start, device=context.device))
         self.log_alpha.grad = torch.zeros_like(self.log_alpha)
         self.alpha_optimizer = Adam(self.log_alpha, self.log_alpha.grad, config.q_lr, ADAM_EPS)
-        self.logits = numpy_forward(actor, live=True, autocast=context.autocast)
+        self.logits = numpy_forward(actor, live=True)
         compiled = torch.compile if context.compile else lambda function: function
         self.critic_loss, self.actor_loss = compiled(self._critic_loss), compiled(self._actor_loss)
 
@@ -192,7 +192,7 @@ class DiscreteSAC:
     def policy(self) -> ActorPolicy:
         """The present policy: the likeliest action, or drawn."""
         network, normalizer = self.actor.network, self.experience.normalizer
-        return ActorPolicy(network, None, self.distribution, normalizer, self.context.autocast)
+        return ActorPolicy(network, None, self.distribution, normalizer, self.context.dtype)
 
     def state_dict(self) -> dict[str, Any]:
         """Networks, optimisers, α, normaliser, replay buffer, streams, envs and counters."""

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 Forward = Callable[[np.ndarray], np.ndarray]
-Autocast = Callable[[], AbstractContextManager[Any]]
 
 _ACTIVATIONS: dict[type[nn.Module], Callable[[np.ndarray], np.ndarray]] = {
     nn.Tanh: lambda x: np.tanh(x, out=x),
@@ -26,15 +23,18 @@ _ACTIVATIONS: dict[type[nn.Module], Callable[[np.ndarray], np.ndarray]] = {
 _MOST_UNITS = 512
 
 
-def numpy_forward(network: nn.Sequential, live: bool = False, autocast: Autocast = nullcontext) -> Forward:
+def numpy_forward(network: nn.Sequential, live: bool = False, dtype: torch.dtype = torch.float32) -> Forward:
     """A function from observations [N, …] to the outputs [N, K] of `network`.
 
     The weights are copied: train the network and call this again. With `live` they are looked at where they
-    are, so that a network that is trained in place between two steps acts with its newest weights. What goes
-    through torch does so within `autocast()`.
+    are, so that a network that is trained in place between two steps acts with its newest weights.
+
+    Args:
+        dtype: what a copy that goes through torch computes in; live weights are used as they are, since
+            casting them for every step costs more than it saves.
     """
     if live and next(network.parameters()).device.type != "cpu":
-        return _torch_forward(network, live, autocast)
+        return _torch_forward(network, live, dtype)
     steps: list[Forward] = []
     for layer in network.modules():
         if isinstance(layer, nn.Sequential):
@@ -44,7 +44,7 @@ def numpy_forward(network: nn.Sequential, live: bool = False, autocast: Autocast
         elif type(layer) in _ACTIVATIONS:
             steps.append(_ACTIVATIONS[type(layer)])
         else:
-            return _torch_forward(network, live, autocast)
+            return _torch_forward(network, live, dtype)
 
     def forward(x: np.ndarray) -> np.ndarray:
         for step in steps:
@@ -68,12 +68,15 @@ def _linear(layer: nn.Linear, live: bool) -> Forward:
     return apply
 
 
-def _torch_forward(network: nn.Sequential, live: bool, autocast: Autocast) -> Forward:
-    network = network if live else copy.deepcopy(network)
-    device = next(network.parameters()).device
+def _torch_forward(network: nn.Sequential, live: bool, dtype: torch.dtype) -> Forward:
+    if not live:
+        network = copy.deepcopy(network).to(dtype)
+    weight = next(network.parameters())
 
     def forward(x: np.ndarray) -> np.ndarray:
-        with torch.inference_mode(), autocast():
-            return network(torch.as_tensor(x, device=device)).float().cpu().numpy()
+        with torch.inference_mode():
+            obs = torch.as_tensor(x, device=weight.device)
+            obs = obs if obs.dtype == torch.uint8 else obs.to(weight.dtype)
+            return network(obs).float().cpu().numpy()
 
     return forward
