@@ -136,6 +136,8 @@ def _light_module(alias: str, path: Path) -> types.ModuleType:
             "dataclass" in ast.unparse(d) for d in node.decorator_list
         )
         if light_import or is_dataclass:
+            if isinstance(node, ast.ClassDef):
+                _take_bases(module, node)
             code = compile(
                 ast.Module([node], type_ignores=[]),
                 str(path),
@@ -148,6 +150,15 @@ def _light_module(alias: str, path: Path) -> types.ModuleType:
             except NameError:
                 continue  # needs more of its module: schema_of imports it
     return module
+
+
+def _take_bases(module: types.ModuleType, node: ast.ClassDef) -> None:
+    """Give `module` the dataclasses of modules that are not light which class `node` inherits from."""
+    for base in node.bases:
+        found = getattr(module, base.id, None) if isinstance(base, ast.Name) else None
+        if isinstance(found, str):
+            assert isinstance(base, ast.Name)
+            setattr(module, base.id, schema_of(found))
 
 
 def annotations_flag() -> int:

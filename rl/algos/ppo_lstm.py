@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rl.algos.ppo import PPO
+from rl.algos.ppo import PPO, PPOConfig
 from rl.checks import check_rollout
 from rl.distributions import Distribution
 from rl.errors import ConfigError
@@ -28,32 +28,13 @@ from rl.networks.initialisers import layer_init
 from rl.networks.recurrent import State
 from rl.policies import RecurrentPolicy
 from rl.rollout import Rollout
-from rl.schemas import bounded
 
 
 @dataclass
-class RecurrentPPOConfig:
-    """The keys of `algo`; their meaning stands beside their values in conf/algo/ppo.yaml."""
+class RecurrentPPOConfig(PPOConfig):
+    """The keys of `algo`, those of PPO."""
 
-    action_spaces: ClassVar[tuple[str, ...]] = ("Discrete", "MultiDiscrete", "Box")
     recurrent: ClassVar[bool] = True
-
-    learning_rate: float = bounded(gt=0)
-    anneal_lr: bool = bounded()
-    num_steps: int = bounded(ge=1)
-    gamma: float = bounded(ge=0, le=1)
-    gae_lambda: float = bounded(ge=0, le=1)
-    num_minibatches: int = bounded(ge=1)
-    update_epochs: int = bounded(ge=1)
-    norm_adv: bool = bounded()
-    clip_coef: float = bounded(gt=0)
-    clip_vloss: bool = bounded()
-    ent_coef: float = bounded(ge=0)
-    vf_coef: float = bounded(ge=0)
-    max_grad_norm: float = bounded(gt=0)
-    target_kl: float | None = bounded(gt=0)
-    adam_eps: float = bounded(gt=0)
-    bootstrap_truncated: bool = bounded()
 
     def check(self, run: Any, env: Any) -> None:
         """Raise ConfigError where envs do not divide into minibatches or the run is shorter than a
@@ -65,10 +46,6 @@ class RecurrentPPOConfig:
                 f"and a minibatch is whole sequences of some envs; algo.num_minibatches={fits} does"
             )
         check_rollout(self, run, env)
-
-    def check_spaces(self, env: Any, observation_space: Any, action_space: Any) -> int:
-        """0: there is no replay buffer to find memory for."""
-        return 0
 
 
 class RecurrentAgent(nn.Module):
@@ -96,7 +73,7 @@ class RecurrentPPO(PPO):
     """
 
     def __init__(self, config: RecurrentPPOConfig, env: Any, network: Any, context: Any) -> None:
-        super().__init__(config, env, network, context)  # type: ignore[arg-type]
+        super().__init__(config, env, network, context)
         self.state: State = self.agent.trunk.initial_state(self.num_envs)
         self.starts = np.ones(self.num_envs, bool)  # which of `obs` are the first of an episode
 
