@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -89,7 +90,10 @@ class ReplayBuffer:
             last, rewards = index, flat["rewards"][index]
             discounts = np.full(batch_size, self.gamma, np.float32)
         else:
-            last, rewards, discounts = self._n_steps(index)
+            newest = (self.added - 1) % self.rows
+            last, rewards, discounts = n_step_returns(
+                self._flat, index, self.n_step, self.gamma, self.num_envs, newest, self._continues
+            )
         return Transitions(
             flat["obs"][index],
             flat["actions"][index],
@@ -99,23 +103,10 @@ class ReplayBuffer:
             discounts,
         )
 
-    def _n_steps(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """From flat first indices [B]: the flat last ones, Σ γ^k r_k, and γ^steps."""
-        flat, n = self._flat, self.num_envs
-        newest = (self.added - 1) % self.rows
-        last = index
-        rewards = flat["rewards"][index].astype(np.float64)
-        discounts = np.full(len(index), self.gamma)
-        going = np.ones(len(index), np.bool_)
-        for _ in range(self.n_step - 1):
-            following = (last + n) % (self.rows * n)
-            continued = flat["obs"][following] == flat["next_obs"][last]  # not where a resume began anew
-            continued = continued.reshape(len(index), -1).all(1)
-            going &= ~flat["ended"][last] & (last // n != newest) & continued
-            last = np.where(going, following, last)
-            rewards += np.where(going, discounts * flat["rewards"][last], 0.0)
-            discounts = np.where(going, discounts * self.gamma, discounts)
-        return last, rewards.astype(np.float32), discounts.astype(np.float32)
+    def _continues(self, last: np.ndarray, following: np.ndarray) -> np.ndarray:
+        """Whether flat rows `following` [B] go on where `last` left: not where a resume began anew."""
+        same = self._flat["obs"][following] == self._flat["next_obs"][last]
+        return np.asarray(same.reshape(len(last), -1).all(1))
 
     def clear(self, id: int) -> None:
         """Forget every row; `id` tells this filling from earlier ones."""
@@ -140,3 +131,32 @@ class ReplayBuffer:
             if len(rows) != len(where) or rows.shape[1:] != array.shape[1:]:
                 raise ValueError(f"the saved replay buffer's {name} are {rows.shape}, not {array.shape}")
             array[where] = rows
+
+
+def n_step_returns(
+    flat: dict[str, np.ndarray],
+    index: np.ndarray,
+    n_step: int,
+    gamma: float,
+    num_envs: int,
+    newest: int,
+    continues: Callable[[np.ndarray, np.ndarray], np.ndarray],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """From flat first indices [B] of a ring of rows: the flat last ones, Σ γ^k r_k, and γ^steps.
+
+    Args:
+        flat: the ring's `rewards` and `ended`, [rows · num_envs] each.
+        newest: the row after which there is none yet.
+        continues: whether flat indices [B] go on where others [B] left.
+    """
+    last = index
+    rewards = flat["rewards"][index].astype(np.float64)
+    discounts = np.full(len(index), gamma)
+    going = np.ones(len(index), np.bool_)
+    for _ in range(n_step - 1):
+        following = (last + num_envs) % len(flat["rewards"])
+        going &= ~flat["ended"][last] & (last // num_envs != newest) & continues(last, following)
+        last = np.where(going, following, last)
+        rewards += np.where(going, discounts * flat["rewards"][last], 0.0)
+        discounts = np.where(going, discounts * gamma, discounts)
+    return last, rewards.astype(np.float32), discounts.astype(np.float32)

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from rl.buffers import Transitions
+from rl.buffers import Transitions, n_step_returns
 from rl.envs.vector import Step
 from rl.errors import ConfigError
 from rl.ring_files import Ring, Rows
@@ -135,7 +135,10 @@ class FrameReplayBuffer:
             stacks = self._stacks(index, self.frames + 1)
             obs, next_obs = stacks[:, :-1], stacks[:, 1:]
         else:
-            last, rewards, discounts = self._n_steps(index)
+            newest = (self.added - 1) % self.slots
+            last, rewards, discounts = n_step_returns(
+                flat, index, self.n_step, self.gamma, self.num_envs, newest, self._continues
+            )
             obs, next_obs = self._stacks(index, self.frames), self._stacks(last, self.frames, ahead=1)
         return Transitions(
             obs,
@@ -157,21 +160,9 @@ class FrameReplayBuffer:
             stacks[i, : self.frames - age] = whole[start % len(whole), age:]
         return stacks
 
-    def _n_steps(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """From flat first indices [B]: the flat last ones, Σ γ^k r_k, and γ^steps."""
-        flat, n = self._flat, self.num_envs
-        newest = (self.added - 1) % self.slots
-        last = index
-        rewards = flat["rewards"][index].astype(np.float64)
-        discounts = np.full(len(index), self.gamma)
-        going = np.ones(len(index), np.bool_)
-        for _ in range(self.n_step - 1):
-            following = (last + n) % len(flat["age"])
-            going &= ~flat["ended"][last] & (last // n != newest) & (flat["age"][following] > 0)
-            last = np.where(going, following, last)
-            rewards += np.where(going, discounts * flat["rewards"][last], 0.0)
-            discounts = np.where(going, discounts * self.gamma, discounts)
-        return last, rewards.astype(np.float32), discounts.astype(np.float32)
+    def _continues(self, last: np.ndarray, following: np.ndarray) -> np.ndarray:
+        """Whether flat rows `following` [B] go on with the stacks of `last`."""
+        return np.asarray(self._flat["age"][following] > 0)
 
     # --- first observations -------------------------------------------------------------------------
 
