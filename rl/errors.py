@@ -18,3 +18,8 @@ class NonFiniteError(ArithmeticError):
 
 class DiskFullError(Exception):
     """The run directory has no room left; the message says what can be continued once there is some."""
+
+
+def one_line(error: BaseException) -> str:
+    """The message of `error` on one line, its type where it has none."""
+    return " ".join(str(error).split()) or type(error).__name__

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+MAX_SEED = 2**31 - 1  # some environments hand their seed to C code or to `np.random.seed`, which take no more
 STREAMS = ("envs", "actions", "networks", "minibatches", "replay", "evaluation", "others", "updates")
 
 
@@ -29,6 +31,25 @@ class Streams:
     def integer(self, name: str, *key: int) -> int:
         """A 64-bit seed from a stream, for libraries that take one number."""
         return int(self.sequence(name, *key).generate_state(1, np.uint64)[0])
+
+
+def seed_of(seed: np.random.SeedSequence, *key: int) -> int:
+    """The integer that descendant `key` of `seed` gives to an environment's `reset(seed=…)`."""
+    child = np.random.SeedSequence(seed.entropy, spawn_key=(*seed.spawn_key, *key), pool_size=seed.pool_size)
+    return int(child.generate_state(1, np.uint64)[0]) & MAX_SEED
+
+
+def sequence_state(seed: np.random.SeedSequence) -> dict[str, Any]:
+    """A seed sequence as JSON can hold it."""
+    entropy = seed.entropy
+    if entropy is not None and not isinstance(entropy, int):
+        entropy = [int(part) for part in np.atleast_1d(entropy)]
+    return {"entropy": entropy, "spawn_key": [int(key) for key in seed.spawn_key]}
+
+
+def sequence_of(state: Mapping[str, Any]) -> np.random.SeedSequence:
+    """The seed sequence of which `sequence_state` was taken."""
+    return np.random.SeedSequence(state["entropy"], spawn_key=tuple(state["spawn_key"]))
 
 
 def generator_state(generator: np.random.Generator) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,13 +10,13 @@ from gymnasium.vector import AutoresetMode
 
 from rl.envs.async_workers import usable_cores
 from rl.envs.atari_game import FRAMES_PER_SECOND, SIDE, GameSettings
-from rl.envs.sync import plain_entropy, seed_of
-from rl.envs.vector import ActionSpace, Episode, Restored, Step
+from rl.envs.restarted import RestartedEnvs
+from rl.envs.vector import ActionSpace, Episode, Step
 
 _NO_FRAME_LIMIT = 10**9
 
 
-class AleEnvs:
+class AleEnvs(RestartedEnvs):
     """A `VectorEnv` of whole games with raw rewards; observations uint8 `[frame_stack, 84, 84]`.
 
     `lives` `[N]` are those left after the last step. The emulators cannot be saved: `load_state_dict` starts
@@ -55,16 +54,9 @@ class AleEnvs:
         self.observation_space: spaces.Box = spaces.Box(0, 255, (settings.frame_stack, SIDE, SIDE), np.uint8)
         self.action_space: ActionSpace = spaces.Discrete(self._num_actions)
         self.lives = np.zeros(num_envs, np.int32)
-        self._seed: np.random.SeedSequence | None = None
-        self._steps = 0  # vector steps since `reset`
+        super().__init__()
         self._returns = np.zeros(num_envs)
         self._lengths = np.zeros(num_envs, np.int64)
-
-    def reset(self, seed: np.random.SeedSequence) -> np.ndarray:
-        """See `VectorEnv.reset`."""
-        self._seed = seed
-        self._steps = 0
-        return self._start([seed_of(seed, i) for i in range(self.num_envs)])
 
     def step(self, actions: np.ndarray) -> Step:
         """See `VectorEnv.step`. Raises ValueError for actions of a wrong shape or that do not exist."""
@@ -97,33 +89,11 @@ class AleEnvs:
         """Raise RuntimeError: ALE's vector environment shows nobody its screens."""
         raise RuntimeError("env.backend=ale cannot be filmed; env.backend=sync can")
 
-    def state_dict(self) -> dict[str, Any]:
-        """See `VectorEnv.state_dict`; enough to go on counting and to seed new games."""
-        if self._seed is None:
-            raise RuntimeError("environments that were never reset have no state to save")
-        key = [int(part) for part in self._seed.spawn_key]
-        no_replay = {"seed": None, "random_state": None, "actions": None}
-        return {
-            "steps": self._steps,
-            "seed": {"entropy": plain_entropy(self._seed.entropy), "spawn_key": key},
-            "envs": [dict(no_replay) for _ in range(self.num_envs)],
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> Restored:
-        """See `VectorEnv.load_state_dict`; every game is a new one, seeded from the saved seed and steps."""
-        if len(state["envs"]) != self.num_envs:
-            raise ValueError(f"the saved state is of {len(state['envs'])} environments, not {self.num_envs}")
-        saved = state["seed"]
-        seed = self._seed = np.random.SeedSequence(saved["entropy"], spawn_key=tuple(saved["spawn_key"]))
-        self._steps = int(state["steps"])
-        obs = self._start([seed_of(seed, i, self._steps) for i in range(self.num_envs)])
-        return Restored(obs, np.zeros(self.num_envs, np.bool_))
-
     def close(self) -> None:
         """End the threads; safe to call twice."""
         self._ale = None
 
-    def _start(self, seeds: list[int]) -> np.ndarray:
+    def _begin(self, seeds: list[int]) -> np.ndarray:
         obs, info = self._ale.reset(seed=np.array(seeds))
         self.lives = info["lives"]
         self._returns[:] = 0.0

@@ -26,10 +26,10 @@ import numpy as np
 from gymnasium import spaces
 
 from rl.envs.async_workers import usable_cores
+from rl.envs.restarted import RestartedEnvs
 from rl.envs.spaces import action_adapter
-from rl.envs.sync import plain_entropy, seed_of
-from rl.envs.vector import ActionSpace, Episode, Restored, Step
-from rl.errors import ConfigError, NonFiniteError
+from rl.envs.vector import ActionSpace, Episode, Step
+from rl.errors import ConfigError, NonFiniteError, one_line
 
 _MAX_INT = 2**31 - 1
 # What EnvPool would take, but what is decided here.
@@ -41,7 +41,7 @@ _OURS = (
 )
 
 
-class EnvPoolEnvs:
+class EnvPoolEnvs(RestartedEnvs):
     """A `VectorEnv` over EnvPool. Images are uint8 `[C, H, W]`; the state of an episode cannot be saved."""
 
     def __init__(
@@ -114,16 +114,10 @@ class EnvPoolEnvs:
         self._actions = action_adapter(self.action_space, num_envs)
         self._check_obs = self.observation_space.dtype != np.uint8
         self._pool: Any = None
-        self._seed: np.random.SeedSequence | None = None
-        self._steps = 0  # vector steps since `reset`
+        super().__init__()
         self._returns = np.zeros(num_envs)
         self._lengths = np.zeros(num_envs, np.int64)
         self._lives = np.zeros(num_envs, np.int32)
-
-    def reset(self, seed: np.random.SeedSequence) -> np.ndarray:
-        """See `VectorEnv.reset`."""
-        self._seed, self._steps = seed, 0
-        return self._begin([seed_of(seed, i) for i in range(self.num_envs)])
 
     def step(self, actions: np.ndarray) -> Step:
         """See `VectorEnv.step`.
@@ -168,30 +162,6 @@ class EnvPoolEnvs:
         if not self._render:
             raise RuntimeError(f"environment {index} was not made with render=True, so it has no frame")
         return self._pool.render([index])[0]
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `VectorEnv.state_dict`: the seed and the step count; no episode can be brought back."""
-        if self._seed is None:
-            raise RuntimeError("environments that were never reset have no state to save")
-        key = [int(part) for part in self._seed.spawn_key]
-        return {
-            "steps": self._steps,
-            "seed": {"entropy": plain_entropy(self._seed.entropy), "spawn_key": key},
-            "envs": [{"seed": None, "random_state": None, "actions": None}] * self.num_envs,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> Restored:
-        """See `VectorEnv.load_state_dict`.
-
-        No environment is exact: each starts a new episode, seeded from the saved seed and step count.
-        """
-        if len(state["envs"]) != self.num_envs:
-            raise ValueError(f"the saved state is of {len(state['envs'])} environments, not {self.num_envs}")
-        saved = state["seed"]
-        seed = self._seed = np.random.SeedSequence(saved["entropy"], spawn_key=tuple(saved["spawn_key"]))
-        self._steps = int(state["steps"])
-        obs = self._begin([seed_of(seed, i, self._steps) for i in range(self.num_envs)])
-        return Restored(obs, np.zeros(self.num_envs, np.bool_))
 
     def close(self) -> None:
         """End the threads of the pool; safe to call twice."""
@@ -263,7 +233,7 @@ def _import_envpool() -> Any:
         import envpool
     except ImportError as error:
         raise ConfigError(
-            f"env.backend=envpool needs the package envpool ({_line(error)}): pip install -e '.[envpool]'"
+            f"env.backend=envpool needs the package envpool ({one_line(error)}): pip install -e '.[envpool]'"
         ) from error
     return envpool
 
@@ -298,7 +268,7 @@ def _missing_library(task_id: str, error: ImportError) -> str:
             f"env.id={task_id}: EnvPool's Procgen needs the Qt 5 libraries of the system: "
             "apt-get install libqt5core5a libqt5gui5"
         )
-    return f"env.id={task_id}: EnvPool cannot load it ({_line(error)}); env.backend=sync"
+    return f"env.id={task_id}: EnvPool cannot load it ({one_line(error)}); env.backend=sync"
 
 
 def _check_options(task_id: str, options: Mapping[str, Any], spec: Any) -> None:
@@ -344,8 +314,3 @@ def _action_space(task_id: str, spec: Any) -> ActionSpace:
         f"env.backend=envpool: {task_id} has {space} actions there; allowed are Discrete and Box of floats; "
         "env.backend=sync"
     )
-
-
-def _line(error: BaseException) -> str:
-    """The message of `error` on one line."""
-    return " ".join(str(error).split()) or type(error).__name__

@@ -23,7 +23,7 @@ from gymnasium.envs.registration import EnvSpec, parse_env_id
 from rl.envs.spaces import flat_observations, policy_action_space, policy_observation_space
 from rl.envs.sync import SyncEnvs
 from rl.envs.vector import ActionSpace, VectorEnv
-from rl.errors import ConfigError
+from rl.errors import ConfigError, one_line
 
 if TYPE_CHECKING:
     from rl.envs.envpool_envs import EnvPoolEnvs
@@ -232,7 +232,7 @@ class GymnasiumEnvs:
             if missing is not None:
                 raise ConfigError(_missing_package(self.id, error, maker.spec.entry_point)) from error
             raise ConfigError(
-                f"env.id={self.id} cannot be made: {_line(error)}; env.id=CartPole-v1 can"
+                f"env.id={self.id} cannot be made: {one_line(error)}; env.id=CartPole-v1 can"
             ) from error
         except Exception as error:
             if not self.kwargs:
@@ -242,7 +242,7 @@ class GymnasiumEnvs:
 
     def _refused(self, error: Exception) -> ConfigError:
         return ConfigError(
-            f"env.kwargs={self.kwargs} was refused by {self.id} ({type(error).__name__}: {_line(error)}); "
+            f"env.kwargs={self.kwargs} was refused by {self.id} ({type(error).__name__}: {one_line(error)}); "
             "env.kwargs={} takes the defaults"
         )
 
@@ -273,12 +273,13 @@ class GymnasiumEnvs:
             entry_point = env.spec.entry_point if env.spec is not None else None
             if "mujoco" in sys.modules and _missing_module(error) != "mujoco" and "mujoco" in _ancestry(env):
                 raise ConfigError(
-                    f"capture_video=true: MuJoCo could not draw a frame of {self.id} ({_line(error)}); set "
-                    "MUJOCO_GL=egl and apt-get install libegl1 libgl1-mesa-dri, or set capture_video=false"
+                    f"capture_video=true: MuJoCo could not draw a frame of {self.id} ({one_line(error)}); "
+                    "set MUJOCO_GL=egl and apt-get install libegl1 libgl1-mesa-dri, or set "
+                    "capture_video=false"
                 ) from error
             if _missing_module(error) is not None:
                 raise ConfigError(_missing_package(self.id, error, entry_point, drawing=True)) from error
-            raise self._cannot_render(f"{type(error).__name__}: {_line(error)}") from error
+            raise self._cannot_render(f"{type(error).__name__}: {one_line(error)}") from error
         if not isinstance(frame, np.ndarray) or frame.ndim != 3 or frame.shape[2] != 3:
             raise self._cannot_render("its frame is not an array [H, W, 3]")
 
@@ -333,7 +334,7 @@ def _missing_package(id: str, error: BaseException, entry_point: Any, *, drawing
     module = _missing_module(error)
     if module is None:
         near = [key for key in _near_ids(id) if key != id] or ["CartPole-v1"]
-        return f"env.id={id} cannot be imported ({_line(error)}); try env.id={near[0]}"
+        return f"env.id={id} cannot be imported ({one_line(error)}); try env.id={near[0]}"
     extra = _EXTRAS.get(module)
     if module == "pygame" and ".box2d" in str(entry_point):
         extra = "box2d"
@@ -341,11 +342,6 @@ def _missing_package(id: str, error: BaseException, entry_point: Any, *, drawing
     if drawing:
         return f"capture_video=true: drawing {id} needs {module}: {install}, or set capture_video=false"
     return f"env.id={id} needs the package {module}, which is not installed: {install}"
-
-
-def _line(error: BaseException) -> str:
-    """The message of `error` on one line."""
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _ancestry(env: gym.Env[Any, Any]) -> str:

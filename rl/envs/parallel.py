@@ -22,11 +22,9 @@ from rl.envs.spaces import action_adapter
 from rl.envs.sync import REMEMBERED_STEPS
 from rl.envs.vector import Episode, Restored, Step
 from rl.errors import ConfigError, NonFiniteError
+from rl.seeding import MAX_SEED, sequence_of, sequence_state
 
 log = logging.getLogger(__name__)
-
-_MAX_SEED = 2**31 - 1
-
 
 Maker: TypeAlias = Callable[[], ParallelEnv]
 
@@ -149,14 +147,8 @@ class ParallelEnvs:
         """See `VectorEnv.state_dict`. Nothing in it is shared with these environments."""
         if self._seed is None:
             raise RuntimeError("environments that were never reset have no state to save")
-        entropy = self._seed.entropy
         return {
-            "seed": {
-                "entropy": entropy
-                if entropy is None or isinstance(entropy, int)
-                else [int(part) for part in np.atleast_1d(entropy)],
-                "spawn_key": [int(key) for key in self._seed.spawn_key],
-            },
+            "seed": sequence_state(self._seed),
             "games": [self._game_state(game) for game in self._games],
         }
 
@@ -169,8 +161,7 @@ class ParallelEnvs:
         records = state["games"]
         if len(records) != len(self._games):
             raise ValueError(f"the saved state is of {len(records) * self._agents} rows, not {self.num_envs}")
-        saved = state["seed"]
-        seed = self._seed = np.random.SeedSequence(saved["entropy"], spawn_key=tuple(saved["spawn_key"]))
+        seed = self._seed = sequence_of(state["seed"])
         obs = np.zeros(self._shape, self._dtype)
         exact = np.zeros(self.num_envs, np.bool_)
         for g, (game, rows, record) in enumerate(zip(self._games, self._rows, records, strict=True)):
@@ -269,11 +260,11 @@ class _Game:
         """Begin game number `key[1]`, seeded from descendant `key` of `seed`."""
         child = np.random.SeedSequence(seed.entropy, spawn_key=(*seed.spawn_key, *key))
         number, draw = child.generate_state(2, np.uint64).tolist()
-        observations, _ = self.env.reset(seed=number & _MAX_SEED)
+        observations, _ = self.env.reset(seed=number & MAX_SEED)
         for _ in range(1 + draw % self._noop_max if self._noop_max else 0):
             following, _, terminations, truncations, _ = self.env.step(dict.fromkeys(self.env.agents, 0))
             if any(terminations.values()) or any(truncations.values()):
-                observations, _ = self.env.reset(seed=number & _MAX_SEED)
+                observations, _ = self.env.reset(seed=number & MAX_SEED)
                 break
             observations = following
         self.number = key[1]

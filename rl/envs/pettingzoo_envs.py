@@ -21,7 +21,7 @@ from gymnasium import spaces
 from rl.envs.agent_views import GameOptions, ParallelEnv, row_spaces
 from rl.envs.parallel import Maker, ParallelEnvs, fitting_num_envs
 from rl.envs.vector import ActionSpace, VectorEnv
-from rl.errors import ConfigError
+from rl.errors import ConfigError, one_line
 
 _PACKAGES = ("pettingzoo", "multi_agent_ale_py", "ale_py", "cv2", "pygame")  # what the extra brings
 _OWN_KEYS = ("id", "num_envs", "backend", "max_episode_steps", "frame_skip", "frame_stack")
@@ -223,7 +223,7 @@ class PettingZooEnvs:
 
     def _refused(self, error: Exception) -> ConfigError:
         return ConfigError(
-            f"env.kwargs={self.kwargs} was refused by {self.id} ({type(error).__name__}: {_line(error)}); "
+            f"env.kwargs={self.kwargs} was refused by {self.id} ({type(error).__name__}: {one_line(error)}); "
             "env.kwargs={} takes the defaults"
         )
 
@@ -232,7 +232,7 @@ class PettingZooEnvs:
             env.reset(seed=0)
             frame = env.render()
         except Exception as error:
-            raise self._cannot_render(f"{type(error).__name__}: {_line(error)}") from error
+            raise self._cannot_render(f"{type(error).__name__}: {one_line(error)}") from error
         if not isinstance(frame, np.ndarray) or frame.ndim != 3 or frame.shape[2] != 3:
             raise self._cannot_render("its frame is not an array [H, W, 3]")
 
@@ -265,8 +265,3 @@ def _nearest_game(id: str, games: tuple[str, ...]) -> str:
     stem = re.sub(r"[_-]?v?\d*$", "", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", id)).lower()
     near = difflib.get_close_matches(stem, stems, n=1, cutoff=0.5)
     return stems[near[0]] if near else "pong_v3"
-
-
-def _line(error: BaseException) -> str:
-    """The message of `error` on one line."""
-    return " ".join(str(error).split()) or type(error).__name__

@@ -26,6 +26,7 @@ from rl.envs.spaces import (
 )
 from rl.envs.vector import Episode, Restored, Step
 from rl.errors import NonFiniteError
+from rl.seeding import seed_of, sequence_of, sequence_state
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +34,6 @@ Maker: TypeAlias = Callable[[], gym.Env[Any, Any]]
 
 # An episode that runs for longer is not saved: replaying it would take longer than it is worth.
 REMEMBERED_STEPS = 200_000
-# Some environments hand their seed to C code or to `np.random.seed`, which take no more.
-_MAX_SEED = 2**31 - 1
 
 
 class SyncEnvs:
@@ -149,10 +148,7 @@ class SyncEnvs:
             raise RuntimeError("environments that were never reset have no state to save")
         return {
             "steps": self._steps,
-            "seed": {
-                "entropy": plain_entropy(self._seed.entropy),
-                "spawn_key": [int(key) for key in self._seed.spawn_key],
-            },
+            "seed": sequence_state(self._seed),
             "envs": [self._env_state(i) for i in range(self.num_envs)],
         }
 
@@ -167,8 +163,7 @@ class SyncEnvs:
         records = state["envs"]
         if len(records) != self.num_envs:
             raise ValueError(f"the saved state is of {len(records)} environments, not {self.num_envs}")
-        saved = state["seed"]
-        seed = self._seed = np.random.SeedSequence(saved["entropy"], spawn_key=tuple(saved["spawn_key"]))
+        seed = self._seed = sequence_of(state["seed"])
         self._steps = int(state["steps"])
         obs = np.empty(self._obs_shape, self._obs_dtype)
         exact = np.zeros(self.num_envs, np.bool_)
@@ -284,12 +279,6 @@ class _Reset(NamedTuple):
     random_state: dict[str, Any] | None
 
 
-def seed_of(seed: np.random.SeedSequence, *key: int) -> int:
-    """The integer that descendant `key` of `seed` gives to `reset(seed=…)`."""
-    child = np.random.SeedSequence(seed.entropy, spawn_key=(*seed.spawn_key, *key), pool_size=seed.pool_size)
-    return int(child.generate_state(1, np.uint64)[0]) & _MAX_SEED
-
-
 def _random_state(env: gym.Env[Any, Any]) -> dict[str, Any] | None:
     """The state of the environment's generator; None where it has none (`np_random` would make one)."""
     generator = getattr(env.unwrapped, "_np_random", None)
@@ -301,10 +290,3 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
     return bool(np.array_equal(a, b)) if isinstance(a, np.ndarray) else bool(a == b)
-
-
-def plain_entropy(entropy: Any) -> int | list[int] | None:
-    """The entropy of a SeedSequence as JSON has it."""
-    if entropy is None or isinstance(entropy, int):
-        return entropy
-    return [int(part) for part in np.atleast_1d(entropy)]

@@ -17,9 +17,9 @@ from gymnasium import spaces
 from rl.envs.envpool_envs import EnvPoolEnvs, _missing_library
 from rl.envs.gymnasium_envs import GymnasiumEnvs
 from rl.envs.procgen import GAMES, ProcgenEnvs
-from rl.envs.sync import seed_of
 from rl.envs.vector import Episode, Step, VectorEnv
 from rl.errors import ConfigError
+from rl.seeding import seed_of
 from tests.conftest import configure
 
 envpool = pytest.importorskip("envpool", reason="needs the extra envpool")
