@@ -34,8 +34,8 @@ class Run(NamedTuple):
 
     @property
     def command(self) -> str:
-        """The command line, from `launch.py` on."""
-        words = self.record["provenance"]["command"]
+        """The command line that began the run, from `launch.py` on."""
+        words = self.record["starts"][0]["command"]
         start = next(i for i, word in enumerate(words) if word.endswith("launch.py"))
         return " ".join(["python launch.py", *(w for w in words[start + 1 :] if not w.startswith("hydra."))])
 
@@ -68,10 +68,11 @@ def table(runs: list[Run]) -> str:
     for (recipe, env_id), group in groups.items():
         figures = [run.figure for run in group]
         published = reference.get(recipe, {}).get(env_id)
+        spread = f" ± {statistics.pstdev(figures):.1f}" if len(figures) > 1 else ""
         minutes = statistics.mean(run.record["train_seconds"] for run in group) / 60
         lines.append(
             f"| `{recipe}` | {env_id} | {group[0].record['env_steps']:,} "
-            f"| **{statistics.mean(figures):.1f} ± {statistics.pstdev(figures):.1f}** "
+            f"| **{statistics.mean(figures):.1f}{spread}** "
             f"| {', '.join(f'{run.seed}: {run.figure:.1f}' for run in group)} "
             f"| {'{mean:.1f} ± {std:.1f}'.format(**published) if published else '-'} | {minutes:.1f} |"
         )
