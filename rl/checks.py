@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from pathlib import Path
 from typing import Any, Protocol
 
 from rl.errors import ConfigError
+from rl.machine import available_bytes
 
 EPISODE_STEPS = 200  # random play of Breakout lasts so long, the least of what replay of frames is used for
 
@@ -103,7 +103,7 @@ def check_replay_memory(config: OffPolicyConfig, env: Any, observation_space: An
     else:
         needed = replay_bytes(config.buffer_size, shape, dtype, action)
     free = available_bytes() if folder is None else shutil.disk_usage(folder).free
-    if needed > free:
+    if free is not None and needed > free:
         fits = int(config.buffer_size * 0.8 * free / needed)
         where = "" if folder is None else f" in algo.memory_map={folder}"
         advice = f"algo.buffer_size={fits} fits"
@@ -158,24 +158,3 @@ def frame_replay_bytes(
     frame = math.prod(size) * observation_dtype.itemsize
     slots = (capacity // num_envs + frames) * num_envs
     return slots * (frame + action_bytes + 4 + 2 + 1 + 8) + slots * (frames * frame + 8) // EPISODE_STEPS
-
-
-def available_bytes() -> int:
-    """Memory that this process may still take: the machine's, its cgroup's or its Slurm allocation's, the
-    least."""
-    import psutil
-
-    limits = [psutil.virtual_memory().available]
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        (
-            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        ),
-    ):
-        if Path(limit).exists() and Path(limit).read_text().strip().isdigit():
-            limits.append(int(Path(limit).read_text()) - int(Path(used).read_text()))
-    allocated = os.environ.get("SLURM_MEM_PER_NODE")  # MiB
-    if allocated and allocated.isdigit():
-        limits.append(int(allocated) * 2**20)
-    return max(0, min(limits))

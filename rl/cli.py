@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import sys
 from pathlib import Path
@@ -12,8 +11,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from rl import checkpoint, rundir
+from rl import checkpoint
 from rl.errors import ConfigError
+from rl.standing import standing
 
 app = typer.Typer(
     add_completion=False,
@@ -144,55 +144,6 @@ def show(
     if not runs:
         raise ConfigError(f"RUN={run}: neither a run nor a folder above runs (there is no run.json in it)")
     print(json.dumps(runs)) if as_json else _print_list(runs)
-
-
-def standing(run: Path) -> dict[str, Any]:
-    """run.json with what the other files know: the newest step, rate, returns and evaluation; `killed` where
-    its process is gone."""
-    record = rundir.read(run)
-    facts: dict[str, Any] = {"directory": str(run), **record}
-    if record.get("status") == "running" and not rundir.is_alive(record):
-        facts["status"] = "killed"
-    line = _last_metrics(run / "metrics.jsonl")
-    facts["env_steps"] = max(line.get("env_steps", 0), record.get("env_steps", 0))
-    facts["SPS"] = line.get("charts/SPS")
-    returns = [float(row["return"]) for row in _rows(run / "episodes.csv")]
-    facts["episodes"] = len(returns)
-    facts["recent_return"] = sum(returns[-100:]) / len(returns[-100:]) if returns else None
-    facts["checkpoints"] = (
-        sorted(p.name for p in (run / "checkpoints").glob("step_*")) if (run / "checkpoints").is_dir() else []
-    )
-    evaluations: dict[int, list[float]] = {}
-    for row in _rows(run / "evaluations.csv"):
-        evaluations.setdefault(int(row["env_steps"]), []).append(float(row["return"]))
-    facts["evaluations"] = {steps: sum(values) / len(values) for steps, values in evaluations.items()}
-    facts["videos"] = (
-        sorted(str(p) for p in (run / "videos").glob("*.mp4")) if (run / "videos").is_dir() else []
-    )
-    return facts
-
-
-def _rows(path: Path) -> list[dict[str, str]]:
-    """The complete rows of a CSV file that may be being written; none where there is no file."""
-    if not path.exists():
-        return []
-    text = path.read_text()
-    return list(csv.DictReader(text[: text.rfind("\n") + 1].splitlines()))
-
-
-def _last_metrics(path: Path) -> dict[str, Any]:
-    """The last complete line of metrics.jsonl that has a training rate."""
-    if not path.exists():
-        return {}
-    with path.open("rb") as file:
-        file.seek(0, 2)
-        file.seek(max(0, file.tell() - 65536))
-        lines = file.read().split(b"\n")[:-1]
-    for line in reversed(lines):
-        if b'"charts/SPS"' in line and line.startswith(b"{"):
-            parsed: dict[str, Any] = json.loads(line)
-            return parsed
-    return {}
 
 
 def _print_run(facts: dict[str, Any]) -> None:

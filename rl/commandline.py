@@ -8,7 +8,7 @@ import hashlib
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import (
     ConfigCompositionException,
     HydraException,
@@ -26,13 +27,17 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rl import resume, rundir
+from rl import launchers, machine, resume, rundir
 from rl.config import check_spaces, register_schema
 from rl.errors import ConfigError, DiskFullError, NonFiniteError
+from rl.launchers.grid_sweeper import grid
+from rl.launchers.sweep import Sweep, is_sweep
 from rl.schemas import flatten, nearest, plain, unknown_key
 
 # Mappings whose keys are the user's: overrides may add to them without Hydra's plus sign.
 OPEN = ("env.kwargs",)
+# Launchers whose jobs run on this machine: with them, a run without -m runs here, in this process.
+HERE = ("local", "basic")
 CONF = Path(__file__).resolve().parent.parent / "conf"
 
 
@@ -50,10 +55,17 @@ def prepare(argv: list[str]) -> list[str]:
         ConfigError: the command line is wrong; nothing was written.
     """
     register_schema()
+    launchers.register()
     OmegaConf.register_new_resolver("job_folder", job_folder, replace=True)
     args = parse(argv)
     options = [word for word in argv if word not in args.overrides]
     args.overrides = opened(args.overrides)
+    sweep = sweep_to_continue(args.overrides)
+    if sweep is not None:
+        given = [word for word in args.overrides if not word.startswith("resume=")]
+        args.overrides, earlier = sweep.continued(given)
+        options = [*earlier, *(word for word in options if word not in earlier)]
+        args = parse([*options, *args.overrides])
     if (
         args.help
         or args.hydra_help
@@ -68,16 +80,22 @@ def prepare(argv: list[str]) -> list[str]:
         sweeps = [str(override.input_line) for override in parsed if override.is_sweep_override()]
         steady = [str(override.input_line) for override in parsed if not override.is_sweep_override()]
         cfg = composed(steady)
-        multirun = args.multirun or cfg.hydra.mode == RunMode.MULTIRUN
+        here = str(cfg.hydra.runtime.choices["hydra/launcher"]) in HERE
+        multirun = args.multirun or cfg.hydra.mode == RunMode.MULTIRUN or not here or sweep is not None
         if sweeps and not multirun:
             raise ConfigError(
                 f"{sweeps[0]}: several values make a sweep, which needs -m: python launch.py -m "
                 f"{' '.join(args.overrides)}"
             )
-        directory = (
-            _prepare_sweep(cfg, args.overrides, composed) if multirun else _prepare_run(cfg, args.overrides)
-        )
-    return [*options, *args.overrides, *directory]
+        if not multirun:
+            return [*options, *args.overrides, *_prepare_run(cfg, args.overrides)]
+        folder = sweep.folder if sweep is not None else _given_sweep(cfg, args.overrides)
+        with machine.elsewhere(allocation(cfg)) if not here else nullcontext():
+            _check_jobs(cfg, args.overrides, composed)
+        folder = folder or _dated(cfg.hydra.sweep.dir, "sweep")
+    folder.mkdir(parents=True, exist_ok=True)
+    Sweep(folder).write(args.overrides, options)
+    return [*options, *args.overrides, *_for_sweep(folder, parsed)]
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -137,37 +155,51 @@ def _prepare_run(cfg: DictConfig, overrides: list[str]) -> list[str]:
     return [f"hydra.run.dir={quoted(str(_dated(cfg.hydra.run.dir, name)))}"]
 
 
-def _prepare_sweep(
-    cfg: DictConfig, overrides: list[str], composed: Callable[[list[str]], DictConfig]
-) -> list[str]:
-    """Check the jobs of a sweep, as many as it takes for every swept value to be seen once, and make its
-    directory."""
+def sweep_to_continue(overrides: list[str]) -> Sweep | None:
+    """The sweep that `resume=` names, where it names one."""
+    named = [word.split("=", 1)[1].strip("'\"") for word in overrides if word.startswith("resume=")]
+    folder = Path(named[-1]).expanduser().resolve() if named else None
+    return Sweep(folder) if folder is not None and is_sweep(folder) else None
+
+
+def _given_sweep(cfg: DictConfig, overrides: list[str]) -> Path | None:
+    return Path(cfg.hydra.sweep.dir).resolve() if _given("hydra.sweep.dir", overrides) else None
+
+
+def _check_jobs(cfg: DictConfig, overrides: list[str], composed: Callable[[list[str]], DictConfig]) -> None:
+    """Check the jobs of a sweep, as many as it takes for every swept value to be seen once."""
     seen: set[str] = set()
     for job in _jobs(cfg, overrides):
         if not set(job) <= seen:
             seen.update(job)
             plan = resume.plan(_job(composed(job)), job, None)
             check_spaces(plan.config)
-    parsed = OverridesParser.create().parse_overrides(overrides)
+
+
+def _for_sweep(folder: Path, parsed: list[Override]) -> list[str]:
+    """What Hydra has to know of a sweep: its folder, and that what all jobs share stays out of their folders'
+    names."""
     steady = sorted(str(o.key_or_group) for o in parsed if not o.is_sweep_override())
-    # What all jobs share stays out of their folders' names.
-    extra = [f"hydra.job.config.override_dirname.exclude_keys=[{','.join(map(quoted, steady))}]"]
-    if not _given("hydra.sweep.dir", overrides):
-        extra.append(f"hydra.sweep.dir={quoted(str(_dated(cfg.hydra.sweep.dir, 'sweep')))}")
-    return extra
+    return [
+        "hydra.mode=MULTIRUN",
+        f"hydra.sweep.dir={quoted(str(folder))}",
+        f"hydra.job.config.override_dirname.exclude_keys=[{','.join(map(quoted, steady))}]",
+    ]
+
+
+def allocation(cfg: DictConfig) -> machine.Allocation:
+    """What the launcher asks of the machine that its jobs will run on."""
+    gigabytes = cfg.hydra.launcher.get("mem_gb")
+    return machine.Allocation(int(float(gigabytes) * 2**30) if gigabytes else None)
 
 
 def _jobs(cfg: DictConfig, overrides: list[str]) -> list[list[str]]:
-    """The overrides of each job of Hydra's basic sweeper; another sweeper draws its values as it goes, so its
-    base is checked."""
-    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-
-    parser = OverridesParser.create()
-    if not str(cfg.hydra.sweeper._target_).endswith("BasicSweeper"):
-        return [[str(o.input_line) for o in parser.parse_overrides(overrides) if not o.is_sweep_override()]]
-    swept = [f"{key}={value}" for key, value in (cfg.hydra.sweeper.params or {}).items()]
-    jobs = BasicSweeper.split_arguments(parser.parse_overrides([*swept, *overrides]), max_batch_size=None)
-    return [list(job) for job in jobs[0]]
+    """The overrides of each job of a grid; another sweeper draws its values as it goes, so its base is
+    checked."""
+    if not str(cfg.hydra.sweeper._target_).endswith(("BasicSweeper", "GridSweeper")):
+        parsed = OverridesParser.create().parse_overrides(overrides)
+        return [[str(o.input_line) for o in parsed if not o.is_sweep_override()]]
+    return grid(cfg.hydra.sweeper.params or {}, overrides)
 
 
 def _job(cfg: DictConfig) -> DictConfig:
@@ -237,7 +269,8 @@ def message(error: Exception, argv: list[str]) -> str:
     first = " ".join(str(error).split("\n")[0].split())
     group = re.search(r"Could not find '([^']*)/([^'/]*)'", chain)
     if isinstance(error, MissingConfigException) and group:
-        options = re.findall(r"^\t(.+)$", chain, flags=re.MULTILINE)
+        listed = chain.split("Config search path:")[0]
+        options = re.findall(r"^\t(.+)$", listed, flags=re.MULTILINE)
         known = (
             f"choose one of {', '.join(options)}{nearest(group[2], options)}" if options else "no such group"
         )

@@ -15,6 +15,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rl.errors import ConfigError
+from rl.machine import cuda_devices
 from rl.schemas import accept_whole_floats, bounded, join, nearest, plain, schema_of, typed
 
 
@@ -59,6 +60,8 @@ class RunConfig:
     network: Any = MISSING
     algo: Any = MISSING
     logger: Any = MISSING
+    fail_fast: bool = False
+    retry_failed: bool = False
 
 
 @dataclass
@@ -222,24 +225,11 @@ def check_device(device: str) -> None:
         )
     if kind == "cuda":
         count = cuda_devices()
+        if count is None:  # the job will run elsewhere
+            return
         if count == 0:
             raise ConfigError(f"device={device}: no CUDA device here; device=cpu or device=auto works")
         if index and int(index) >= count:
             raise ConfigError(
                 f"device={device}: this machine has {count} CUDA device(s), the last is cuda:{count - 1}"
             )
-
-
-def cuda_devices() -> int:
-    """How many CUDA devices this process may use, asked of the driver itself so that torch need not be
-    imported."""
-    import ctypes
-
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return 0
-    count = ctypes.c_int(0)
-    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
-        return 0
-    return count.value

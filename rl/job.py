@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 
 from rl import resume, rundir
 from rl.config import Config
+from rl.machine import cpus
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ def completed(plan: resume.Plan, directory: Path) -> float | None:
 def limit_threads(config: Config) -> None:
     """Set the thread counts of torch and of the BLAS under NumPy, before torch is imported where it is not
     yet."""
-    threads = config.run.torch_threads or len(os.sched_getaffinity(0))
+    threads = min(config.run.torch_threads or cpus(), cpus())
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ.setdefault(variable, str(threads))
     if config.run.deterministic:

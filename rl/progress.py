@@ -55,7 +55,7 @@ class Progress:
         """Where the run stands, as one plain line."""
         percent = f"{self._fraction():.0%}"
         parts = [f"step {self.env_steps:,}/{self.total_timesteps:,} ({percent})", *self._figures()]
-        return "  ".join([*parts, f"time left {_clock(self._seconds_left())}"])
+        return "  ".join([*parts, f"time left {clock(self._seconds_left())}"])
 
     def __enter__(self) -> Progress:
         self._started = now = time.monotonic()
@@ -147,8 +147,8 @@ class _Display:
         percent = Text(f"{progress._fraction():4.0%}", "bold")
         steps = Text(f"{progress.env_steps:,}/{progress.total_timesteps:,} steps", "green")
         mean, speed = progress._figures()
-        clock = Text(f"{_clock(elapsed)} elapsed  {_clock(progress._seconds_left())} left", "cyan")
-        figures = [Text(mean, "bold magenta"), Text(speed, "yellow"), clock]
+        times = Text(f"{clock(elapsed)} elapsed  {clock(progress._seconds_left())} left", "cyan")
+        figures = [Text(mean, "bold magenta"), Text(speed, "yellow"), times]
         bar = ProgressBar(total=max(1, progress.total_timesteps), completed=progress.env_steps)
         gaps = 2 * 5
         if self.MIN_BAR + sum(len(text) for text in [percent, steps, *figures]) + gaps <= options.max_width:
@@ -199,7 +199,7 @@ def _number(value: float) -> str:
     return f"{value:,.1f}" if abs(value) >= 10 or value == 0 else f"{value:.3g}"
 
 
-def _clock(seconds: float | None) -> str:
+def clock(seconds: float | None) -> str:
     """0:36, 1:02:03, 2d 3:04:05; – when unknown."""
     if seconds is None:
         return "–"

@@ -53,7 +53,7 @@ def collect(root: Path | None = None) -> dict[str, Any]:
     arguments that name a secret are masked.
     """
     return {
-        "git": _git_state(root or _ROOT),
+        "git": git_state(root),
         "versions": _versions(),
         "platform": platform.platform(),
         "hostname": socket.gethostname(),
@@ -124,7 +124,10 @@ def _repository(folder: Path) -> Path | None:
     return Path(os.fsdecode(top.rstrip(b"\n")))
 
 
-def _git_state(folder: Path) -> dict[str, Any]:
+def git_state(root: Path | None = None) -> dict[str, Any]:
+    """`commit`, `branch` and `dirty` of the repository around `root` (default: rl's own), each None where it
+    is unknown."""
+    folder = root or _ROOT
     state: dict[str, Any] = {"commit": None, "branch": None, "dirty": None}
     top = _repository(folder)
     status = ("status", "--porcelain=v2", "--branch", "--untracked-files=normal")

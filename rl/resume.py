@@ -24,7 +24,7 @@ from rl.schemas import flatten
 
 MUTABLE = ("total_timesteps", "logger", "eval", "checkpoint", "device", "torch_threads", "capture_video")
 # They say where to start and how to name it, not what to train.
-UNRECORDED = ("resume", "warm_start", "run_name", "tags")
+UNRECORDED = ("resume", "warm_start", "run_name", "tags", "fail_fast", "retry_failed")
 
 
 @dataclass

@@ -8,10 +8,10 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
-from rl.envs.async_workers import usable_cores
 from rl.envs.atari_game import FRAMES_PER_SECOND, SIDE, GameSettings
 from rl.envs.restarted import RestartedEnvs
 from rl.envs.vector import ActionSpace, Episode, Step
+from rl.machine import cpus
 
 _NO_FRAME_LIMIT = 10**9
 
@@ -36,7 +36,7 @@ class AleEnvs(RestartedEnvs):
         self._ale: Any = AtariVectorEnv(
             settings.rom,
             num_envs,
-            num_threads=min(num_envs, usable_cores() if num_threads is None else num_threads),
+            num_threads=min(num_envs, cpus() if num_threads is None else num_threads),
             # Its own limit takes the final observation before the last frame is drawn, so ours is used.
             max_num_frames_per_episode=_NO_FRAME_LIMIT,
             repeat_action_probability=settings.sticky,

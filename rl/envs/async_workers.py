@@ -45,6 +45,7 @@ from rl.envs.worker import (
     map_arrays,
     size_of,
 )
+from rl.machine import cpus
 
 _CLOSE_SECONDS = 2.0
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -84,7 +85,7 @@ class AsyncEnvs:
         Raises what a maker raises, and WorkerDied.
         """
         self.num_envs = len(makers)
-        count = min(self.num_envs, usable_cores() if num_workers is None else num_workers)
+        count = min(self.num_envs, cpus() if num_workers is None else num_workers)
         bounds = [self.num_envs * k // count for k in range(count + 1)]
         self._workers: list[_Worker] = []
         self._closed = self._out_of_step = False
@@ -293,13 +294,6 @@ class _Worker:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-
-
-def usable_cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _anonymous_file() -> int:

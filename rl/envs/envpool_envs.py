@@ -25,11 +25,11 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from rl.envs.async_workers import usable_cores
 from rl.envs.restarted import RestartedEnvs
 from rl.envs.spaces import action_adapter
 from rl.envs.vector import ActionSpace, Episode, Step
 from rl.errors import ConfigError, NonFiniteError, one_line
+from rl.machine import cpus
 
 _MAX_INT = 2**31 - 1
 # What EnvPool would take, but what is decided here.
@@ -108,7 +108,7 @@ class EnvPoolEnvs(RestartedEnvs):
                 self._options |= {"render_width": render_size, "render_height": render_size}
         self.num_envs = num_envs
         self.render_fps = render_fps
-        self._num_threads = min(num_envs, usable_cores() if num_threads is None else num_threads)
+        self._num_threads = min(num_envs, cpus() if num_threads is None else num_threads)
         self._clip_rewards = clip_rewards
         self._episodic_life = episodic_life
         self._actions = action_adapter(self.action_space, num_envs)

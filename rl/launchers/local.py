@@ -1,0 +1,153 @@
+"""Jobs side by side on this machine: a queue, and as many processes at a time as there is room for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rl.errors import ConfigError
+from rl.launchers.ledger import Job
+from rl.launchers.sweep_launcher import SweepLauncher
+from rl.machine import cuda_devices
+
+POLL_SECONDS = 0.2
+PATIENCE = 2  # signals of the user's after which what still runs is killed
+
+
+@dataclass
+class Slot:
+    """What one job at a time may use: cores by number, and at most one CUDA device by name."""
+
+    cores: list[int]
+    device: str | None = None
+
+
+@dataclass
+class Running:
+    """A process, where it runs, and the job's attempts before it."""
+
+    process: subprocess.Popen[bytes]
+    slot: Slot
+    attempt: int
+
+
+class LocalLauncher(SweepLauncher):
+    """A pool of `n_jobs` processes; each takes the next job as soon as its last has ended.
+
+    Args:
+        n_jobs: jobs at a time; None: one for each CUDA device where jobs use one, otherwise as many as have
+            their `torch_threads` cores.
+    """
+
+    def __init__(self, n_jobs: int | None = None) -> None:
+        if n_jobs is not None and (not isinstance(n_jobs, int) or n_jobs < 1):
+            raise ConfigError(f"hydra.launcher.n_jobs={n_jobs}: must be at least 1, or null")
+        self.n_jobs = n_jobs
+        self._slots: list[Slot] = []
+        self._free: list[Slot] = []
+        self._queue: deque[Job] = deque()
+        self._running: dict[int, Running] = {}
+        self._signals = 0
+
+    @property
+    def slots(self) -> int:
+        """How many jobs can run at a time."""
+        return len(self._deal())
+
+    def start(self, jobs: Sequence[Job]) -> None:
+        """Put jobs in line."""
+        self._deal()
+        self._queue.extend(jobs)
+
+    def poll(self) -> None:
+        """Start what there is room for, and take note of processes that have ended."""
+        while self._queue and self._free:
+            self._spawn(self._queue.popleft(), self._free.pop(0))
+        time.sleep(POLL_SECONDS)
+        for number, running in list(self._running.items()):
+            code = running.process.poll()
+            if code is not None:
+                del self._running[number]
+                self._free.append(running.slot)
+                self._note_end(number, running.attempt, code)
+
+    def stop(self, jobs: Sequence[Job], number: signal.Signals = signal.SIGTERM) -> None:
+        """Ask jobs to save and end, those in line not to start; who asks a third time has them killed."""
+        numbers = {job.number for job in jobs}
+        self._queue = deque(job for job in self._queue if job.number not in numbers)
+        self._signals += 1
+        for running in (self._running[n] for n in self._running.keys() & numbers):
+            running.process.send_signal(signal.SIGKILL if self._signals > PATIENCE else number)
+
+    def unfinished(self, jobs: Sequence[Job]) -> list[Job]:
+        """Jobs in line and running."""
+        waiting = {job.number for job in self._queue} | self._running.keys()
+        return [job for job in jobs if job.number in waiting]
+
+    def close(self) -> None:
+        """Kill what still runs: only an error in this process leaves something."""
+        for running in self._running.values():
+            running.process.terminate()
+        for running in self._running.values():
+            running.process.wait()
+
+    def _spawn(self, job: Job, slot: Slot) -> None:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        if slot.device is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = slot.device
+        command = [sys.executable, "-m", "rl.launchers.frozen_job", str(self.sweep.folder), str(job.number)]
+        if hasattr(os, "sched_setaffinity"):
+            command += ["--cores", ",".join(map(str, slot.cores))]
+        # A session of its own: Ctrl-C comes to this process, which passes it on.
+        process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+        self._running[job.number] = Running(process, slot, job.attempt)
+
+    def _note_end(self, number: int, attempt: int, code: int) -> None:
+        """Put in the ledger what the process could not: a death by signal, or before it could write."""
+        job = self.sweep.jobs()[number]
+        if job.state != "running" and job.attempt > attempt:
+            return  # it has said itself how it ended
+        if code < 0:
+            why = f"its process was ended by {signal.Signals(-code).name}"
+            self.sweep.ledger.append(number, "killed", error=why)
+        else:
+            self.sweep.ledger.append(number, "failed", error=f"its process ended with exit code {code}")
+
+    def _deal(self) -> list[Slot]:
+        """The slots, made at the first call: cores and CUDA devices dealt out evenly."""
+        if not self._slots:
+            cores = usable_cores()
+            devices = [] if self.config.device == "cpu" else visible_devices()
+            threads = self.config.torch_threads or len(cores)
+            count = self.n_jobs or len(devices) or max(1, len(cores) // threads)
+            share = max(1, len(cores) // count)
+            self._slots = [
+                Slot(
+                    [cores[(i * share + j) % len(cores)] for j in range(share)],
+                    devices[i % len(devices)] if devices else None,
+                )
+                for i in range(count)
+            ]
+            self._free = list(self._slots)
+        return self._slots
+
+
+def usable_cores() -> list[int]:
+    """The numbers of the cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def visible_devices() -> list[str]:
+    """The CUDA devices that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [name.strip() for name in named.split(",") if name.strip()]
+    return [str(index) for index in range(cuda_devices() or 0)]

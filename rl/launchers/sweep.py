@@ -1,0 +1,179 @@
+"""A sweep's folder: what was asked for, the jobs, each frozen in a folder of its own, and their ledger.
+
+multirun/2026-12-02/15-04-05_sweep_3f2a/
+  sweep.json        arguments, command, code
+  ledger.jsonl      what happened to each job (rl/launchers/ledger.py)
+  code_1a2b3c4d.diff   what the working tree had beyond its commit when jobs were frozen
+  0003_seed=3/      a run directory, and in it
+    job.yaml        the composed configuration with Hydra's node: what runs, whatever becomes of conf/
+    output.txt      what the job's processes printed
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from rl import provenance, rundir
+from rl.config import check
+from rl.errors import ConfigError
+from rl.launchers.ledger import Job, Ledger
+
+IDENTITY_FREE = ("hydra", "resume", "fail_fast", "retry_failed")
+"""Keys that say how to run a job, not what it is: not in its hash."""
+
+
+class Sweep:
+    """A sweep folder, opened to read it, to add jobs, and to note what happens to them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.ledger = Ledger(folder)
+
+    # --- what was asked for ----------------------------------------------------------------------
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """sweep.json: `arguments` and `options` as typed, `command`, `created`, `git`."""
+        record: dict[str, Any] = json.loads((self.folder / "sweep.json").read_text())
+        return record
+
+    def write(self, arguments: Sequence[str], options: Sequence[str]) -> None:
+        """Note what was asked for; what the folder's earlier commands asked for stays under `earlier`."""
+        facts = provenance.collect()
+        record = {
+            "arguments": list(arguments),
+            "options": list(options),
+            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "command": facts["command"],
+            "working_directory": facts["working_directory"],
+            "git": facts["git"],
+            "earlier": [],
+        }
+        if is_sweep(self.folder):
+            before = self.record
+            record["earlier"] = [*before.pop("earlier"), before]
+        rundir.replace_text(self.folder / "sweep.json", json.dumps(record, indent=2) + "\n")
+
+    def continued(self, given: Sequence[str]) -> tuple[list[str], list[str]]:
+        """Overrides and options of the command that goes on with this sweep: those of its last command, with
+        `given` in place of what they name."""
+        record = self.record
+        new = {key_of(word) for word in given}
+        return [word for word in record["arguments"] if key_of(word) not in new] + list(given), record[
+            "options"
+        ]
+
+    # --- jobs -------------------------------------------------------------------------------------
+
+    def jobs(self) -> dict[int, Job]:
+        """How each job stands, by number."""
+        return self.ledger.jobs()
+
+    def settle(self) -> None:
+        """Note as killed what the ledger has as running and no process of this machine runs any more."""
+        for job in self.jobs().values():
+            if job.state == "running" and job.slurm_job is None and rundir.process_exists(vars(job)) is False:
+                self.ledger.append(job.number, "killed", error="its process is gone")
+
+    def find(self, overrides: Sequence[str], hashed: str | None = None) -> Job | None:
+        """The job with these overrides in any order, or else with this configuration; None where there is
+        none."""
+        jobs = list(self.jobs().values())
+        for job in jobs:
+            if sorted(job.overrides) == sorted(own(overrides)):
+                return job
+        return next((job for job in jobs if hashed is not None and job.config_hash == hashed), None)
+
+    def freeze(self, cfg: DictConfig, overrides: Sequence[str]) -> Job:
+        """The job that `cfg` describes: the one that is there already, or a new one in a folder of its own.
+
+        Args:
+            cfg: the composed configuration with Hydra's node; its `hydra.job.num` is set here.
+            overrides: the job's share of the command line.
+
+        Raises:
+            ConfigError: the configuration is wrong; nothing was written.
+        """
+        task = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
+        hashed = config_hash(check(task).resolved)
+        known = self.find(overrides, hashed)
+        if known is not None:
+            return known
+        number = self._next_number()
+        with open_dict(cfg):
+            cfg.hydra.job.num, cfg.hydra.job.id = number, str(number)
+            cfg.hydra.sweep.dir = str(self.folder)
+            cfg.hydra.sweep.subdir = str(cfg.hydra.sweep.subdir)
+        folder = str(cfg.hydra.sweep.subdir)
+        (self.folder / folder).mkdir(parents=True, exist_ok=False)
+        frozen = {**OmegaConf.to_container(task, resolve=True), "hydra": OmegaConf.to_container(cfg.hydra)}  # type: ignore[dict-item]
+        rundir.replace_text(self.folder / folder / "job.yaml", OmegaConf.to_yaml(OmegaConf.create(frozen)))
+        self.ledger.append(
+            number,
+            "pending",
+            folder=folder,
+            overrides=own(overrides),
+            config_hash=hashed,
+            code=self._code,
+        )
+        return self.jobs()[number]
+
+    def _next_number(self) -> int:
+        """One beyond every number that a job or a folder here has: none is used twice."""
+        folders = [path.name.split("_")[0] for path in self.folder.iterdir() if path.is_dir()]
+        return max([-1, *self.jobs(), *(int(name) for name in folders if name.isdigit())]) + 1
+
+    @cached_property
+    def _code(self) -> dict[str, Any]:
+        """The commit and the hash of the changes beyond it, which are kept in a file once."""
+        code, changes = code_version()
+        path = self.folder / f"code_{str(code['diff'])[:8]}.diff"
+        if changes and not path.exists():
+            rundir.replace_text(path, changes)
+        return code
+
+
+def is_sweep(folder: Path) -> bool:
+    """Whether `folder` is a sweep's."""
+    return (folder / "sweep.json").is_file()
+
+
+def open_sweep(path: str | Path, key: str = "SWEEP") -> Sweep:
+    """The sweep whose folder is at `path`. Raises ConfigError, naming `key`, where there is none."""
+    folder = Path(path).expanduser().resolve()
+    if not is_sweep(folder):
+        what = "there is no such folder" if not folder.is_dir() else "it has no sweep.json"
+        raise ConfigError(f"{key}={path}: {what}; sweeps are below multirun/<day>/")
+    return Sweep(folder)
+
+
+def own(overrides: Sequence[str]) -> list[str]:
+    """The overrides without those that say how a job runs, not what it is."""
+    return [word for word in overrides if key_of(word).split(".")[0].split("/")[0] not in IDENTITY_FREE]
+
+
+def key_of(override: str) -> str:
+    """What an override sets: `algo.gamma` of `++algo.gamma=0.9`."""
+    return str(OverridesParser.create().parse_override(override).key_or_group)
+
+
+def config_hash(resolved: Mapping[str, Any]) -> str:
+    """Sixteen hex digits that two jobs share where they train the same."""
+    what = {key: value for key, value in resolved.items() if key not in IDENTITY_FREE}
+    return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def code_version() -> tuple[dict[str, Any], str]:
+    """`{"commit": …, "diff": sha256 of the changes, None where there are none}`, and the changes."""
+    git, changes = provenance.git_state(), provenance.diff()
+    digest = hashlib.sha256(changes.encode("utf-8", "surrogateescape")).hexdigest() if changes else None
+    return {"commit": git["commit"], "diff": digest}, changes
