@@ -35,6 +35,7 @@ class Running:
     process: subprocess.Popen[bytes]
     slot: Slot
     attempt: int
+    signals: int = 0
 
 
 class LocalLauncher(SweepLauncher):
@@ -53,7 +54,6 @@ class LocalLauncher(SweepLauncher):
         self._free: list[Slot] = []
         self._queue: deque[Job] = deque()
         self._running: dict[int, Running] = {}
-        self._signals = 0
 
     @property
     def slots(self) -> int:
@@ -81,9 +81,9 @@ class LocalLauncher(SweepLauncher):
         """Ask jobs to save and end, those in line not to start; who asks a third time has them killed."""
         numbers = {job.number for job in jobs}
         self._queue = deque(job for job in self._queue if job.number not in numbers)
-        self._signals += 1
         for running in (self._running[n] for n in self._running.keys() & numbers):
-            running.process.send_signal(signal.SIGKILL if self._signals > PATIENCE else number)
+            running.signals += 1
+            running.process.send_signal(signal.SIGKILL if running.signals > PATIENCE else number)
 
     def unfinished(self, jobs: Sequence[Job]) -> list[Job]:
         """Jobs in line and running."""
