@@ -11,6 +11,7 @@ had trained is saved then.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import logging
 import os
 import signal
@@ -32,6 +33,8 @@ from rl.launchers.sweep import Sweep, code_version
 
 log = logging.getLogger(__name__)
 
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run the job that the arguments name; the exit code."""
@@ -39,11 +42,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("sweep", type=Path)
     parser.add_argument("number", type=int)
     parser.add_argument("--cores", help="numbers of the cores to run on, with commas")
+    parser.add_argument("--with-parent", type=int, metavar="PID", help="stop when this parent process ends")
     args = parser.parse_args(argv)
     if args.cores:
         os.sched_setaffinity(0, [int(core) for core in args.cores.split(",")])
     job = Sweep(args.sweep.resolve()).jobs()[args.number]
     with output_to(job.path / "output.txt"), leaving_on_signals():
+        if args.with_parent is not None:
+            end_with_parent(args.with_parent)
         return run(job)
 
 
@@ -143,6 +149,15 @@ def slurm_identity() -> dict[str, str]:
     array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     job = f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID")
     return {"slurm_job": job} if job else {}
+
+
+def end_with_parent(parent: int) -> None:
+    """Have Linux send this process SIGTERM, on which it saves, when its parent `parent` ends. Raises
+    SystemExit where that has happened already."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        raise SystemExit(128 + signal.SIGTERM)
 
 
 @contextmanager
