@@ -260,11 +260,12 @@ def plain_errors(argv: list[str]) -> Iterator[None]:
 
 def message(error: Exception, argv: list[str]) -> str:
     """One plain line for an error of ours, of Hydra's or of OmegaConf's."""
-    if isinstance(error, ConfigError):
-        return str(error)
     causes = [error]
     while causes[-1].__cause__ is not None:
         causes.append(causes[-1].__cause__)  # type: ignore[arg-type]
+    ours = next((cause for cause in causes if isinstance(cause, ConfigError)), None)
+    if ours is not None:  # also where Hydra has wrapped it
+        return str(ours)
     chain = "\n".join(str(cause) for cause in causes)
     first = " ".join(str(error).split("\n")[0].split())
     group = re.search(r"Could not find '([^']*)/([^'/]*)'", chain)

@@ -60,7 +60,9 @@ SWEPT: dict[str, dict[str, tuple[str, ...]]] = {  # the values that the jobs of 
     "benchmark_mujoco": {"env.id": ROBOTS, "seed": THREE},
     "benchmark_atari": {"env.id": tuple(f"{game}NoFrameskip-v4" for game in GAMES), "seed": THREE},
     "ablation_ppo": {"ablation_ppo": ("baseline", *ABLATIONS), "seed": THREE},
+    "slurm_array": {"seed": tuple(str(seed) for seed in range(1, 11))},
 }
+STUDIES = ("optuna_ppo", "slurm_optuna")
 _STEPS = ("algo.num_steps=64", "algo.update_epochs=1", "total_timesteps=512", "eval.episodes=1")
 TINY: dict[
     str, tuple[str, ...]
@@ -135,7 +137,7 @@ def changes(one: Config, other: Config) -> set[str]:
 
 
 def test_every_template_is_tested() -> None:
-    assert set(FILES) == set(SWEPT)
+    assert set(FILES) == {*SWEPT, *STUDIES}
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -165,7 +167,7 @@ class TestEveryTemplate:
 
     def test_its_command_is_right(self, name: str) -> None:
         command = FILES[name].read_text().splitlines()[1].removeprefix("# python launch.py ").split()
-        words = jobs(*command)[-1]
+        words = command if name in STUDIES else jobs(*command)[-1]
         checked(*words)
 
 
@@ -231,13 +233,34 @@ class TestAblation:
         assert options == {"baseline", *ABLATIONS, *CONTINUOUS}
 
 
+@pytest.mark.parametrize("name", STUDIES)
+class TestStudies:
+    def test_trials_at_the_ends_of_the_ranges_are_right(self, name: str) -> None:
+        cfg = composed(f"multirun_templates={name}")
+        for trial in trials(cfg):
+            checked(f"multirun_templates={name}", *trial)
+
+    def test_maximises_the_mean_of_three_seeds(self, name: str) -> None:
+        sweeper = composed(f"multirun_templates={name}").hydra.sweeper
+        assert (sweeper.direction, sweeper.n_seeds) == ("maximize", 3)
+
+
+class TestCluster:
+    @pytest.mark.parametrize("name", ["slurm_array", "slurm_optuna"])
+    def test_goes_to_slurm(self, name: str) -> None:
+        assert composed(f"multirun_templates={name}").hydra.runtime.choices["hydra/launcher"] == "slurm"
+
+    def test_is_the_study_on_slurm(self) -> None:
+        here, there = (composed(f"multirun_templates={name}").hydra.sweeper for name in STUDIES)
+        assert here.params == there.params
+
+
 class TestSearchPath:
     def test_shows_the_templates_and_no_other_folder_of_the_root(self) -> None:
         with commandline.composer(commandline.parse([])):
             groups = GlobalHydra.instance().config_loader().list_groups("")
-        assert set(groups) == {path.name for path in (ROOT / "conf").iterdir()} - {"config.yaml"} | {
-            "multirun_templates"
-        }
+        ours = {path.name for path in (ROOT / "conf").iterdir() if path.is_dir()}
+        assert set(groups) == ours | {"multirun_templates"}
 
     def test_source_of_a_folder_without_templates(self, tmp_path: Path) -> None:
         (tmp_path / "tests").mkdir()

@@ -59,9 +59,8 @@ def run(job: Job) -> int:
     if job.state == "completed":  # a cluster may start once more what ended while it was being pre-empted
         print(f"job {job.number} is complete")
         return 0
-    ledger.append(
-        job.number, "running", attempt=job.attempt + 1, **rundir.process_identity(), **slurm_identity()
-    )
+    identity = {**rundir.process_identity(), "slurm_job": slurm_job()}
+    ledger.append(job.number, "running", attempt=job.attempt + 1, **identity)
     state: State = "failed"
     facts: dict[str, Any] = {}
     code = 1
@@ -144,11 +143,10 @@ def warn_of_changed_code(job: Job) -> None:
         print(f"warning: the code is not what it was at submission ({was}; {what}); it runs as it is now")
 
 
-def slurm_identity() -> dict[str, str]:
-    """The Slurm job that this process belongs to, as `123` or `123_4`; nothing elsewhere."""
+def slurm_job() -> str | None:
+    """The Slurm job that this process belongs to, as `123` or `123_4`; None elsewhere."""
     array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
-    job = f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID")
-    return {"slurm_job": job} if job else {}
+    return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID")
 
 
 def end_with_parent(parent: int) -> None:
@@ -183,14 +181,17 @@ def output_to(path: Path) -> Iterator[None]:
 @contextmanager
 def leaving_on_signals() -> Iterator[None]:
     """Outside the training loop, which saves first, SIGTERM, SIGUSR2 and Ctrl-C end the process with 128 +
-    their number, through every `finally`."""
+    their number, through every `finally`; a second one does not disturb that."""
 
     def leave(number: int, frame: FrameType | None) -> None:
+        for ending in before:
+            signal.signal(ending, signal.SIG_IGN)
         raise SystemExit(128 + number)
 
-    before = {
-        number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
-    }
+    numbers = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number in numbers:
+        signal.signal(number, leave)
     try:
         yield
     finally:

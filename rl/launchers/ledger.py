@@ -15,7 +15,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -94,13 +94,21 @@ class Ledger:
         self.sweep = sweep
         self.path = sweep / "ledger.jsonl"
 
-    def append(self, job: int, state: State, **facts: Any) -> None:
-        """Note that `job` is now in `state`. Raises OSError where it cannot be written."""
+    def append(self, job: int, state: State, *, only_if: Job | None = None, **facts: Any) -> None:
+        """Note that `job` is now in `state`; with `only_if`, only where it still stands as that says.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
         if state not in get_args(State):
             raise ValueError(f"state {state!r} is not one of {', '.join(get_args(State))}")
         line = json.dumps({"job": job, "state": state, "time": time.time(), **facts}) + "\n"
         with open(self.path, "a+b", buffering=0) as file:
-            fcntl.lockf(file, fcntl.LOCK_EX)  # released when the file is closed
+            fcntl.lockf(file, fcntl.LOCK_EX)  # released when this process closes the file, however opened
+            if only_if is not None:
+                file.seek(0)
+                if fold(events(file.read()), self.sweep).get(job) != only_if:
+                    return
             if file.seek(0, os.SEEK_END) and not self._ends_a_line(file):
                 line = "\n" + line  # what a killed writer left stays a line of its own
             file.write(line.encode())
@@ -112,21 +120,29 @@ class Ledger:
         return bool(file.read(1) == b"\n")
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """The events in order; a line that a killed process wrote only in part is passed over."""
-        if not self.path.exists():
-            return
-        for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                event = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(event, dict) and "job" in event:
-                yield event
+        """The events in order."""
+        return events(self.path.read_bytes()) if self.path.exists() else iter(())
 
     def jobs(self) -> dict[int, Job]:
         """How each job stands, by number."""
-        jobs: dict[int, Job] = {}
-        for event in self.events():
-            job = jobs.setdefault(event["job"], Job(event["job"], self.sweep))
-            job.apply(event)
-        return dict(sorted(jobs.items()))
+        return fold(self.events(), self.sweep)
+
+
+def events(text: bytes) -> Iterator[dict[str, Any]]:
+    """The events of a ledger's text in order; a line that a killed process wrote only in part is passed
+    over."""
+    for line in text.decode("utf-8", errors="replace").splitlines():
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict) and "job" in event:
+            yield event
+
+
+def fold(told: Iterable[dict[str, Any]], sweep: Path) -> dict[int, Job]:
+    """How each job of `sweep` stands after these events, by number."""
+    jobs: dict[int, Job] = {}
+    for event in told:
+        jobs.setdefault(event["job"], Job(event["job"], sweep)).apply(event)
+    return dict(sorted(jobs.items()))

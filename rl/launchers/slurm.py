@@ -256,26 +256,27 @@ def follow_up(sweep: Sweep, number: int) -> str:
 
 
 def settle(sweep: Sweep) -> set[str] | None:
-    """Note what became of jobs that Slurm no longer has and that did not say so themselves: killed where one
-    was running, cancelled where it was in line.
+    """Note what became of jobs that did not say so themselves. Of those that Slurm no longer has, one that
+    was running was killed, others were cancelled; one that was pre-empted and is back in line is submitted.
 
     Returns:
         The user's jobs in Slurm; None where it does not answer, or the sweep is another user's, and nothing
         was noted.
     """
-    before = {n: job for n, job in sweep.jobs().items() if job.slurm_job and _in_slurm(job)}
+    before = [job for job in sweep.jobs().values() if expected(job)]
     if before and os.stat(sweep.folder).st_uid != os.getuid():
         return None
     states = queue()
     if states is None:
         return None
-    now = sweep.jobs()
-    for number, job in before.items():
-        # The same as before Slurm was asked: it has not ended by itself meanwhile.
-        if job.slurm_job in states or now[number] != job:
-            continue
-        state: State = "killed" if job.state == "running" else "cancelled"
-        sweep.ledger.append(number, state, error=f"Slurm no longer has its job {job.slurm_job}")
+    for job in before:
+        where = states.get(str(job.slurm_job))
+        if where is None:
+            state: State = "killed" if job.state == "running" else "cancelled"
+            gone = f"Slurm no longer has its job {job.slurm_job}"
+            sweep.ledger.append(job.number, state, only_if=job, error=gone)
+        elif where == "PENDING" and job.state == "preempted":
+            sweep.ledger.append(job.number, "submitted", only_if=job)
     return set(states)
 
 
@@ -329,6 +330,6 @@ def plain(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return {str(key).replace("-", "_"): value for key, value in values.items()}
 
 
-def _in_slurm(job: Job) -> bool:
-    """Whether the ledger has the job as one that Slurm runs or will run."""
-    return job.state in ("submitted", "running", "preempted")
+def expected(job: Job) -> bool:
+    """Whether, by the ledger, Slurm runs the job or will."""
+    return job.slurm_job is not None and job.state in ("submitted", "running", "preempted")

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from rl.launchers.frozen_job import slurm_identity
+from rl.launchers.frozen_job import slurm_job
 from rl.launchers.ledger import Job, State
 from rl.launchers.sweep import Sweep
 
@@ -118,7 +118,7 @@ class Forwarding:
 def _wait_for_the_note(sweep: Sweep, number: int) -> None:
     """Until the submitter has noted this Slurm job: its line is to come before the lines of the job."""
     end = time.monotonic() + NOTE_SECONDS
-    name = slurm_identity().get("slurm_job")
+    name = slurm_job()
     while sweep.jobs()[number].slurm_job != name and time.monotonic() < end:
         time.sleep(0.2)
 
@@ -139,7 +139,7 @@ def _give_up(sweep: Sweep, job: Job) -> None:
 def _requeue(sweep: Sweep, number: int) -> None:
     """Ask Slurm to run this job once more; what it says against that goes into the ledger."""
     # An element by its array's name: the number of one element is also the whole array's.
-    name = slurm_identity()["slurm_job"]
+    name = str(slurm_job())
     done = subprocess.run(["scontrol", "requeue", name], capture_output=True, text=True, check=False)
     if done.returncode:
         why = f"scontrol requeue {name}: {' '.join(done.stderr.split())}"

@@ -79,10 +79,16 @@ class Sweep:
         return self.ledger.jobs()
 
     def settle(self) -> None:
-        """Note as killed what the ledger has as running and no process of this machine runs any more."""
-        for job in self.jobs().values():
+        """Note what became of jobs that could not do so themselves: killed is what the ledger has as running
+        and no process of this machine runs any more; for the jobs of a cluster, it is asked."""
+        from rl.launchers import slurm
+
+        jobs = self.jobs().values()
+        for job in jobs:
             if job.state == "running" and job.slurm_job is None and rundir.process_exists(vars(job)) is False:
-                self.ledger.append(job.number, "killed", error="its process is gone")
+                self.ledger.append(job.number, "killed", only_if=job, error="its process is gone")
+        if any(slurm.expected(job) for job in jobs):
+            slurm.settle(self)
 
     def find(self, overrides: Sequence[str], hashed: str | None = None) -> Job | None:
         """The job with these overrides in any order, or else with this configuration; None where there is
