@@ -257,7 +257,8 @@ def follow_up(sweep: Sweep, number: int) -> str:
 
 def settle(sweep: Sweep) -> set[str] | None:
     """Note what became of jobs that did not say so themselves. Of those that Slurm no longer has, one that
-    was running was killed, others were cancelled; one that was pre-empted and is back in line is submitted.
+    was running was killed, others were cancelled; one that was pre-empted, or whose node failed, and is back
+    in line is submitted.
 
     Returns:
         The user's jobs in Slurm; None where it does not answer, or the sweep is another user's, and nothing
@@ -275,7 +276,7 @@ def settle(sweep: Sweep) -> set[str] | None:
             state: State = "killed" if job.state == "running" else "cancelled"
             gone = f"Slurm no longer has its job {job.slurm_job}"
             sweep.ledger.append(job.number, state, only_if=job, error=gone)
-        elif where == "PENDING" and job.state == "preempted":
+        elif where == "PENDING" and job.state != "submitted":
             sweep.ledger.append(job.number, "submitted", only_if=job)
     return set(states)
 

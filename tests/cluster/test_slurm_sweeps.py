@@ -305,6 +305,21 @@ def test_a_job_whose_supervisor_is_killed_saves_and_can_be_continued(
     assert again.returncode == 0 and "nothing to submit" in again.stdout, again.stderr
 
 
+def test_a_job_that_went_back_in_line_without_a_word_is_seen_there(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_CONF", cluster.env["SLURM_CONF"])
+    later = "hydra.launcher.additional_parameters={begin: now+1hour}"
+    sweep = submit(cluster, tmp_path, "-m", *TINY, later)
+    sweep.ledger.append(0, "running", attempt=1)  # as a node leaves it that then fails
+    sweep.settle()
+    assert history(sweep) == ["pending", "submitted", "running", "submitted"]
+    sweep.settle()
+    assert states(sweep) == ["submitted"] and len(history(sweep)) == 4
+    cluster.cancel(str(sweep.jobs()[0].slurm_job))
+    wait_until(lambda: sweep.settle() or states(sweep) == ["cancelled"], "the ledger has it as cancelled")
+
+
 class TestRefusals:
     @pytest.mark.parametrize(
         ("override", "words"),
