@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
 from hydra.errors import (
     ConfigCompositionException,
     HydraException,
@@ -89,6 +91,7 @@ def prepare(argv: list[str]) -> list[str]:
             )
         if not multirun:
             return [*options, *args.overrides, *_prepare_run(cfg, args.overrides)]
+        _check_plugins(cfg)
         folder = sweep.folder if sweep is not None else _given_sweep(cfg, args.overrides)
         with machine.elsewhere(allocation(cfg)) if not here else nullcontext():
             _check_jobs(cfg, args.overrides, composed)
@@ -174,6 +177,24 @@ def _check_jobs(cfg: DictConfig, overrides: list[str], composed: Callable[[list[
             seen.update(job)
             plan = resume.plan(_job(composed(job)), job, None)
             check_spaces(plan.config)
+
+
+def _check_plugins(cfg: DictConfig) -> None:
+    """Raise ConfigError where the launcher or sweeper is one of ours and has no such key, as when a template
+    for another one sets it."""
+    for kind in ("launcher", "sweeper"):
+        node = cfg.hydra[kind]
+        plugin = Plugins.instance().class_name_to_class.get(str(node._target_))
+        if plugin is None or not str(node._target_).startswith(launchers.PREFIX):
+            continue
+        known = list(inspect.signature(plugin).parameters)
+        for key in map(str, node):
+            if key not in ("_target_", *known):
+                name = cfg.hydra.runtime.choices[f"hydra/{kind}"]
+                raise ConfigError(
+                    f"hydra.{kind}.{key}: hydra/{kind}={name} has no such key{nearest(key, known)}; "
+                    f"it has {', '.join(known)}"
+                )
 
 
 def _for_sweep(folder: Path, parsed: list[Override]) -> list[str]:

@@ -255,6 +255,22 @@ class TestCluster:
         assert here.params == there.params
 
 
+class TestAnotherLauncherOrSweeper:
+    @pytest.mark.parametrize(
+        ("words", "key"),
+        [
+            (("multirun_templates=slurm_array", "hydra/launcher=local"), "hydra.launcher.timeout_min"),
+            (("multirun_templates=optuna_ppo", "hydra/sweeper=grid"), "hydra.sweeper.direction"),
+        ],
+    )
+    def test_than_the_template_sets_keys_of_is_refused(
+        self, words: tuple[str, ...], key: str, tmp_path: Path
+    ) -> None:
+        done = launch(*words, cwd=tmp_path)
+        assert done.returncode == 2 and not list(tmp_path.iterdir())
+        assert done.stderr.startswith(f"{key}: {words[1]} has no such key; it has "), done.stderr
+
+
 class TestSearchPath:
     def test_shows_the_templates_and_no_other_folder_of_the_root(self) -> None:
         with commandline.composer(commandline.parse([])):

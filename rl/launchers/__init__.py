@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from hydra.core.plugins import Plugins
+PREFIX = "hydra_plugins.rl."
+"""What Hydra has to find in the `_target_` of ours."""
 
 
 def register() -> None:
     """Make our plugins known to Hydra, which takes launchers and sweepers from `hydra_plugins` alone."""
+    from hydra.core.plugins import Plugins
+
     from rl.launchers.grid_sweeper import GridSweeper
     from rl.launchers.local import LocalLauncher
     from rl.launchers.optuna_sweeper import OptunaSweeper
@@ -16,4 +19,4 @@ def register() -> None:
     plugins = Plugins.instance()
     plugins.register(MultirunTemplates)
     for plugin in (GridSweeper, OptunaSweeper, LocalLauncher, SlurmLauncher):
-        plugins.class_name_to_class[f"hydra_plugins.rl.{plugin.__name__}"] = plugin
+        plugins.class_name_to_class[f"{PREFIX}{plugin.__name__}"] = plugin
