@@ -157,12 +157,14 @@ def test_a_failing_job_leaves_the_others_and_is_shown_at_the_end(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("envs", [(), ("env.backend=async", "env.num_envs=2")], ids=["sync", "async"])
 def test_a_preempted_job_comes_back_and_ends_as_if_nothing_had_happened(
-    cluster: Cluster, alone: None, tmp_path: Path, paced: dict[str, str]
+    cluster: Cluster, alone: None, tmp_path: Path, paced: dict[str, str], envs: tuple[str, ...]
 ) -> None:
     pace = tmp_path / "pace"
     pace.write_text(SLOW)
-    arguments = (*TINY, "env.id=paced:Paced-v0", f"env.kwargs.pace={pace}")
+    # Slurm signals every process of a job, those of the envs too.
+    arguments = (*TINY, "env.id=paced:Paced-v0", f"env.kwargs.pace={pace}", *envs)
     sweep = submit(cluster, tmp_path, "-m", *arguments, env=paced)
     wait_until(has_trained(sweep), "the job trains")
     high = cluster.submit("#!/bin/sh\ntrue\n", "--ntasks=4", "--partition=high")
