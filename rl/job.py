@@ -7,11 +7,11 @@ import os
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from rl import resume, rundir
 from rl.config import Config
+from rl.launchers.sweep import is_sweep
 from rl.machine import cpus
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ def run_job(cfg: DictConfig) -> float | None:
     if done is not None:
         return done
     limit_threads(plan.config)
-    group = Path(hydra.sweep.dir).name if hydra.mode == RunMode.MULTIRUN else None
+    group = directory.parent.name if is_sweep(directory.parent) else None
 
     from rl.experiment import Experiment  # torch is imported here
 

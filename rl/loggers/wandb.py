@@ -22,7 +22,11 @@ MODES = ("online", "offline", "disabled")
 
 @dataclass
 class WandbLogger:
-    """One W&B run for one run directory, under one id for as long as it is resumed."""
+    """One W&B run for one run directory, under one id for as long as it is resumed.
+
+    A run that an agent of a W&B sweep has started (`WANDB_SWEEP_ID` is set) belongs to that sweep: project,
+    entity and id are those of the agent's environment, the display name is W&B's.
+    """
 
     project: str
     entity: str | None
@@ -32,6 +36,7 @@ class WandbLogger:
     notes: str | None
     _run: Any = field(default=None, init=False, repr=False)
     _id: str | None = field(default=None, init=False, repr=False)
+    _sweep: dict[str, str | None] | None = field(default=None, init=False, repr=False)  # W&B's own, if any
     _pending: StepMeans = field(default_factory=StepMeans, init=False, repr=False)
     _next_step: int = field(default=0, init=False, repr=False)  # W&B drops what comes below
 
@@ -52,25 +57,23 @@ class WandbLogger:
         import wandb
 
         self._id = state["id"] if state else None
+        self._sweep = state.get("sweep") if state else None
         self._pending = StepMeans()
         self._run = wandb.init(
-            project=self.project,
-            entity=self.entity,
-            group=self.group if self.group is not None else run.group,
+            **self._identity(run),
             mode=self.mode,  # type: ignore[arg-type]  # a string in YAML; check() knows the three
-            name=self.name if self.name is not None else run.name,
             notes=self.notes,
             tags=run.tags,
             config=run.config,
             dir=str(run.path),
-            id=self._id,
-            resume="allow" if self._id else None,
             reinit="finish_previous",
             # The terminal belongs to our own progress display, and log.txt has what it showed.
             # (Without a key it must speak: it asks for one.)
             settings=wandb.Settings(silent=self.mode != "online" or _has_api_key(), console="off"),
         )
         self._id = self._run.id
+        if _under_agent():
+            self._sweep = {"project": self._run.project, "entity": self._run.entity or None}
         self._next_step = self._run.starting_step  # 0 unless the service knows of earlier steps
         if self.mode == "online":
             log.info("wandb: %s", self._run.url)
@@ -97,25 +100,57 @@ class WandbLogger:
             self._send(self._pending.env_steps, metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        """`id`: the W&B run id."""
+        """`id`: the W&B run id. `sweep`: of a run of a W&B sweep, the sweep's `project` and `entity`; else
+        None."""
         self.flush()
-        return {"id": self._id}
+        return {"id": self._id, "sweep": self._sweep}
 
     def close(self, status: str) -> None:
-        """Finish: completed as such, failed with exit code 1, anything else as preempted, to be resumed."""
+        """Finish: completed as such, failed with exit code 1, anything else as preempted, to be resumed.
+
+        A stopped run of a W&B sweep counts as failed: agents would take up a preempted one again, although
+        its sweep may have stopped it for good.
+        """
         if self._run is None:
             return
         self.flush()
         run, self._run = self._run, None
-        if status not in ("completed", "failed"):
+        if status not in ("completed", "failed") and self._sweep is None:
             run.mark_preempting()  # with a non-zero exit code: state "preempted" rather than "failed"
         run.finish(exit_code=0 if status == "completed" else 1)
+
+    def _identity(self, run: RunInfo) -> dict[str, Any]:
+        """What `wandb.init` is told of where the run belongs: project, entity, group, name, id, whether to
+        continue it."""
+        if _under_agent():  # wandb takes the rest from the environment, and would warn of ours
+            return {"group": self.group, "name": self.name, "resume": "allow"}
+        if self._sweep is not None:  # an agent's, continued without one
+            return {
+                **self._sweep,
+                "group": self.group,
+                "name": self.name,
+                "id": self._id,
+                "resume": "allow",
+            }
+        return {
+            "project": self.project,
+            "entity": self.entity,
+            "group": self.group if self.group is not None else run.group,
+            "name": self.name if self.name is not None else run.name,
+            "id": self._id,
+            "resume": "allow" if self._id else None,
+        }
 
     def _send(self, env_steps: int, metrics: dict[str, Any]) -> None:
         """Log at `env_steps`, unless W&B has this step from before the run was resumed."""
         if env_steps >= self._next_step:
             self._next_step = env_steps
             self._run.log(metrics, step=env_steps)
+
+
+def _under_agent() -> bool:
+    """Whether an agent of a W&B sweep has started this process."""
+    return bool(os.environ.get("WANDB_SWEEP_ID"))
 
 
 def _has_api_key() -> bool:

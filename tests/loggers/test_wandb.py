@@ -6,9 +6,7 @@ import importlib.util
 import io
 import json
 import logging
-import struct
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,62 +16,18 @@ import pytest
 from rl.errors import ConfigError
 from rl.loggers import RunInfo
 from rl.loggers.wandb import WandbLogger
+from tests.loggers.wandb_records import folders, history, records, run_record
 
 needs_wandb = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
 
 
-def make(mode: str = "offline") -> WandbLogger:
-    return WandbLogger(project="test", entity=None, group=None, mode=mode, name=None, notes="a note")
+def make(mode: str = "offline", group: str | None = None) -> WandbLogger:
+    return WandbLogger(project="test", entity=None, group=group, mode=mode, name=None, notes="a note")
 
 
 def run_info(path: Path, env_steps: int = 0) -> RunInfo:
     path.mkdir(exist_ok=True)
     return RunInfo(path, path.name, {"algo": {"gamma": 0.9}}, ["t1", "t2"], "sweep", env_steps)
-
-
-def folders(path: Path) -> list[Path]:
-    return sorted((path / "wandb").glob("offline-run-*"))
-
-
-def records(folder: Path) -> list[Any]:
-    """The records of a closed run that `wandb sync` would upload."""
-    deadline = time.monotonic() + 20
-    while True:  # W&B's own process writes them, and may end a moment after the run was closed
-        found = scan(folder)
-        if any(record.HasField("exit") for record in found):
-            return found
-        assert time.monotonic() < deadline, "W&B wrote no exit record"
-        time.sleep(0.02)
-
-
-def scan(folder: Path) -> list[Any]:
-    """The records written so far: protocol buffers in LevelDB's log format behind 7 bytes."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    (file,) = folder.glob("*.wandb")
-    data, at, parts, found = file.read_bytes(), 7, b"", []
-    while at + 7 <= len(data):
-        if at % 32768 > 32768 - 7:  # no chunk begins in the last 6 bytes of a block
-            at += -at % 32768
-            continue
-        _checksum, length, kind = struct.unpack_from("<IHB", data, at)
-        if at + 7 + length > len(data):  # still being written
-            break
-        parts += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):  # a whole record, or the last part of one
-            found.append(Record.FromString(parts))
-            parts = b""
-    return found
-
-
-def history(folder: Path) -> list[dict[str, Any]]:
-    rows = []
-    for record in records(folder):
-        if record.HasField("history"):
-            items = {"/".join(item.nested_key) or item.key: item.value_json for item in record.history.item}
-            rows.append({key: json.loads(text) for key, text in items.items()})
-    return rows
 
 
 @needs_wandb
@@ -125,6 +79,12 @@ class TestOffline:
                 logger.close("completed")  # the first is left open, as by a job that died
         assert ids[0] != ids[1]
         assert [len(folders(tmp_path / name)) for name in ("one", "two")] == [1, 1]
+
+    def test_a_group_of_the_users_own_comes_before_the_sweeps(self, tmp_path: Path) -> None:
+        logger = make(group="mine")
+        logger.open(run_info(tmp_path / "run"), None)
+        logger.close("completed")
+        assert run_record(folders(tmp_path / "run")[0]).run_group == "mine"
 
     @pytest.mark.parametrize(
         ("status", "exit_code", "preempting"),
