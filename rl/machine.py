@@ -37,9 +37,11 @@ def elsewhere(allocation: Allocation) -> Iterator[None]:
 
 
 def cpus() -> int:
-    """Cores that this process may use: its affinity's, and no more than a Slurm job's `cpus_per_task`."""
+    """Cores that this process may use: its affinity's, and no more than its launcher (RL_CPUS) or Slurm
+    (`cpus_per_task`) gives it."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    granted = os.environ.get("SLURM_CPUS_PER_TASK") or os.environ.get("SLURM_CPUS_ON_NODE", "")
+    names = ("RL_CPUS", "SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE")
+    granted = next((os.environ[name] for name in names if os.environ.get(name)), "")
     return min(usable, int(granted)) if granted.isdigit() and int(granted) else usable
 
 

@@ -13,10 +13,11 @@ def register() -> None:
     from rl.launchers.grid_sweeper import GridSweeper
     from rl.launchers.local import LocalLauncher
     from rl.launchers.optuna_sweeper import OptunaSweeper
+    from rl.launchers.ray_launcher import RayLauncher
     from rl.launchers.slurm import SlurmLauncher
     from rl.launchers.templates import MultirunTemplates
 
     plugins = Plugins.instance()
     plugins.register(MultirunTemplates)
-    for plugin in (GridSweeper, OptunaSweeper, LocalLauncher, SlurmLauncher):
+    for plugin in (GridSweeper, OptunaSweeper, LocalLauncher, RayLauncher, SlurmLauncher):
         plugins.class_name_to_class[f"{PREFIX}{plugin.__name__}"] = plugin
