@@ -1,4 +1,4 @@
-"""The `rl` command: look at runs and evaluate them."""
+"""The `rl` command: look at runs and sweeps, and evaluate runs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from rich.table import Table
 
 from rl import checkpoint
 from rl.errors import ConfigError
+from rl.launchers import commands
 from rl.standing import standing
 
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
-    help="Look at runs and evaluate them.",
+    help="Look at runs and sweeps, and evaluate runs.",
     pretty_exceptions_enable=False,
 )
 
@@ -196,6 +197,10 @@ def _print_list(runs: list[dict[str, Any]]) -> None:
             *("-" if v is None else f"{v:.1f}" for v in values),
         )
     Console().print(table)
+
+
+for command in (commands.status, commands.logs, commands.cancel, commands.collect):
+    app.command()(command)
 
 
 def main() -> None:

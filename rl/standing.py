@@ -49,18 +49,32 @@ def _rows(path: Path) -> list[dict[str, str]]:
 def last_metrics(run: Path) -> dict[str, Any]:
     """The newest complete line of a run's metrics.jsonl that has a training rate, with the
     `charts/episodic_return` of the newest line that has one. Empty where there is none."""
-    path = run / "metrics.jsonl"
-    if not path.exists():
-        return {}
-    with path.open("rb") as file:
-        file.seek(0, 2)
-        file.seek(max(0, file.tell() - _TAIL))
-        lines = file.read().split(b"\n")[:-1]
     newest: dict[str, Any] = {}
-    for line in reversed(lines):
+    for line in reversed(_last_lines(run / "metrics.jsonl")):
         if b'"charts/SPS"' in line and line.startswith(b"{"):
             parsed: dict[str, Any] = json.loads(line)
             newest = newest or parsed
             if "charts/episodic_return" in parsed:
                 return {**newest, "charts/episodic_return": parsed["charts/episodic_return"]}
     return newest
+
+
+def newest_metrics(run: Path) -> dict[str, Any]:
+    """The newest value of each metric in the last lines of a run's metrics.jsonl, sorted by name; None for
+    one that was not finite. Empty where there is none."""
+    newest: dict[str, Any] = {}
+    for line in _last_lines(run / "metrics.jsonl"):
+        if line.startswith(b"{"):
+            newest.update(json.loads(line))
+    newest.pop("env_steps", None)
+    return dict(sorted(newest.items()))
+
+
+def _last_lines(path: Path) -> list[bytes]:
+    """The complete lines at the end of a file, the first of them perhaps cut; none where there is no file."""
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        file.seek(0, 2)
+        file.seek(max(0, file.tell() - _TAIL))
+        return file.read().split(b"\n")[:-1]

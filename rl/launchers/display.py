@@ -21,6 +21,7 @@ STYLES = {
     "completed": "green", "running": "bold", "failed": "bold red", "killed": "red", "preempted": "yellow",
     "interrupted": "yellow", "cancelled": "magenta", "pruned": "blue",
 }  # fmt: skip
+LEAST_NAME = 16  # columns for the name of a job
 MOST_ROWS = 25  # of running jobs in the live table
 
 
@@ -119,16 +120,27 @@ def progress_facts(job: Job) -> dict[str, Any]:
 
 def table(sweep: Sweep) -> str:
     """How every job of a sweep stands, as text for the end of a command."""
-    rows = Table(
-        "job", "what", "state", "attempt", "step", "return", "objective", box=None, padding=(0, 2, 0, 0)
-    )
-    rows.columns[1].overflow = "fold"
+    rows = []
     for job in sweep.jobs().values():
         step, _, latest, _ = progress(job)
         objective = "-" if job.objective is None else f"{job.objective:,.2f}"
         state = Text(job.state, STYLES.get(job.state, ""))
-        rows.add_row(str(job.number), job.name, state, str(job.attempt), step, latest, objective)
+        rows.append([str(job.number), job.name, state, str(job.attempt), step, latest, objective])
+    heads = ["job", "what", "state", "attempt", "step", "return", "objective"]
+    return whole_table(heads, rows, fold="what") + "\n"
+
+
+def whole_table(heads: Sequence[str], rows: Sequence[Sequence[Any]], fold: str | None = None) -> str:
+    """A table as text. The column `fold` shares its lines where there is little room; nothing is cut, even
+    where the lines get longer than the terminal is wide."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for head in heads:
+        wraps = head == fold
+        table.add_column(head, no_wrap=not wraps, overflow="fold", min_width=LEAST_NAME if wraps else None)
+    for row in rows:
+        table.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
     console = Console()
+    console.width = max(console.width, console.measure(table).minimum)
     with console.capture() as capture:
-        console.print(rows)
-    return capture.get()
+        console.print(table)
+    return capture.get().rstrip("\n")

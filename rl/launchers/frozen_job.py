@@ -4,8 +4,8 @@
 
 It runs the configuration that was frozen when the job was submitted, continues from the job's newest
 checkpoint where there is one, prints to `output.txt` in the job's folder, and notes in the ledger how it
-starts and ends. Exit code: 0 completed, 1 failed, 128 + the signal's number when a signal stopped it; what it
-had trained is saved then.
+starts and ends. Exit code: 0 completed, or cancelled before it began; 1 failed; 128 + the signal's number
+when a signal stopped it, and what it had trained is saved then.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rl import checkpoint, rundir
 from rl.errors import one_line
-from rl.launchers.ledger import Job, State
+from rl.launchers.ledger import Job, Ledger, State
 from rl.launchers.sweep import Sweep, code_version
 
 log = logging.getLogger(__name__)
@@ -56,11 +56,16 @@ def main(argv: list[str] | None = None) -> int:
 def run(job: Job) -> int:
     """Train `job` to its end or a signal, with its starts and ends in the ledger; the exit code."""
     ledger = Sweep(job.sweep).ledger
-    if job.state == "completed":  # a cluster may start once more what ended while it was being pre-empted
-        print(f"job {job.number} is complete")
-        return 0
-    identity = {**rundir.process_identity(), "slurm_job": slurm_job()}
-    ledger.append(job.number, "running", attempt=job.attempt + 1, **identity)
+    identity = {**rundir.process_identity(), "slurm_job": slurm_job(), "cancelling": False}
+    while True:
+        # A cluster may start once more what ended while it was being pre-empted, a pool what its user has
+        # just cancelled; who goes on with a cancelled job puts it in line again first.
+        if job.state in ("completed", "cancelled"):
+            print(f"job {job.number} is {job.state}")
+            return 0
+        if ledger.append(job.number, "running", only_if=job, attempt=job.attempt + 1, **identity):
+            break
+        job = ledger.jobs()[job.number]
     state: State = "failed"
     facts: dict[str, Any] = {}
     code = 1
@@ -129,6 +134,8 @@ def ending(job: Job, code: int) -> tuple[State, dict[str, Any]]:
         record = {}
     if record.get("status") == "completed" and record.get("result"):
         return "completed", {"objective": record["result"]["objective"]}
+    if Ledger(job.sweep).jobs()[job.number].cancelling:
+        return "cancelled", {"exit_code": code}
     return ("interrupted" if code == 128 + signal.SIGINT else "preempted"), {"exit_code": code}
 
 

@@ -60,6 +60,8 @@ class Job:
     pid: int | None = None
     process_started: float | None = None
     slurm_job: str | None = None
+    cancelling: bool = False
+    """Whether its user has asked this attempt to save and end."""
 
     @property
     def path(self) -> Path:
@@ -94,8 +96,11 @@ class Ledger:
         self.sweep = sweep
         self.path = sweep / "ledger.jsonl"
 
-    def append(self, job: int, state: State, *, only_if: Job | None = None, **facts: Any) -> None:
+    def append(self, job: int, state: State, *, only_if: Job | None = None, **facts: Any) -> bool:
         """Note that `job` is now in `state`; with `only_if`, only where it still stands as that says.
+
+        Returns:
+            Whether it was noted.
 
         Raises:
             OSError: the file cannot be written.
@@ -108,11 +113,12 @@ class Ledger:
             if only_if is not None:
                 file.seek(0)
                 if fold(events(file.read()), self.sweep).get(job) != only_if:
-                    return
+                    return False
             if file.seek(0, os.SEEK_END) and not self._ends_a_line(file):
                 line = "\n" + line  # what a killed writer left stays a line of its own
             file.write(line.encode())
             os.fsync(file.fileno())
+        return True
 
     @staticmethod
     def _ends_a_line(file: Any) -> bool:

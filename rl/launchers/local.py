@@ -61,14 +61,19 @@ class LocalLauncher(SweepLauncher):
         return len(self._deal())
 
     def start(self, jobs: Sequence[Job]) -> None:
-        """Put jobs in line."""
+        """Put jobs in line; the ledger has them as pending, whatever became of their earlier attempts."""
         self._deal()
+        for job in jobs:
+            if job.state != "pending":
+                self.sweep.ledger.append(job.number, "pending", error=None)
         self._queue.extend(jobs)
 
     def poll(self) -> None:
         """Start what there is room for, and take note of processes that have ended."""
         while self._queue and self._free:
-            self._spawn(self._queue.popleft(), self._free.pop(0))
+            job = self.sweep.jobs()[self._queue.popleft().number]
+            if job.state != "cancelled":
+                self._spawn(job, self._free.pop(0))
         time.sleep(POLL_SECONDS)
         for number, running in list(self._running.items()):
             code = running.process.poll()
@@ -111,8 +116,8 @@ class LocalLauncher(SweepLauncher):
     def _note_end(self, number: int, attempt: int, code: int) -> None:
         """Put in the ledger what the process could not: a death by signal, or before it could write."""
         job = self.sweep.jobs()[number]
-        if job.state != "running" and job.attempt > attempt:
-            return  # it has said itself how it ended
+        if job.state == "cancelled" or (job.state != "running" and job.attempt > attempt):
+            return  # it has said itself how it ended, or was not to begin
         if code < 0:
             why = f"its process was ended by {signal.Signals(-code).name}"
             self.sweep.ledger.append(number, "killed", error=why)

@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import redirect_stderr
-from typing import Any
+from typing import Any, NamedTuple
 
 from hydra.core.utils import JobReturn
 from hydra.types import HydraContext, TaskFunction
@@ -34,6 +34,8 @@ from rl.launchers.sweep_launcher import SweepLauncher, SweepSignals
 POLL_SECONDS = 1.0
 SETTLE_SECONDS = 5.0
 COMMAND_SECONDS = 60  # for an answer from Slurm
+NEVER_BEGAN = ("FAILED", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY", "NODE_FAIL")
+"""States in which Slurm leaves a job that ended before its process could note anything."""
 LEAST = {
     "timeout_min": 1,
     "cpus_per_task": 1,
@@ -257,8 +259,8 @@ def follow_up(sweep: Sweep, number: int) -> str:
 
 def settle(sweep: Sweep) -> set[str] | None:
     """Note what became of jobs that did not say so themselves. Of those that Slurm no longer has, one that
-    was running was killed, others were cancelled; one that was pre-empted, or whose node failed, and is back
-    in line is submitted.
+    was running was killed, one that Slurm could not start failed, others were cancelled; one that was
+    pre-empted, or whose node failed, and is back in line is submitted.
 
     Returns:
         The user's jobs in Slurm; None where it does not answer, or the sweep is another user's, and nothing
@@ -270,12 +272,16 @@ def settle(sweep: Sweep) -> set[str] | None:
     states = queue()
     if states is None:
         return None
+    gone = {str(job.slurm_job) for job in before} - states.keys()
+    ends = ended(gone)
     for job in before:
         where = states.get(str(job.slurm_job))
         if where is None:
-            state: State = "killed" if job.state == "running" else "cancelled"
-            gone = f"Slurm no longer has its job {job.slurm_job}"
-            sweep.ledger.append(job.number, state, only_if=job, error=gone)
+            end = ends.get(str(job.slurm_job), "it no longer has the job")
+            never_began = job.state == "submitted" and end in NEVER_BEGAN
+            state: State = "killed" if job.state == "running" else "failed" if never_began else "cancelled"
+            error = f"Slurm's job {job.slurm_job}: {end}"
+            sweep.ledger.append(job.number, state, only_if=job, error=error)
         elif where == "PENDING" and job.state != "submitted":
             sweep.ledger.append(job.number, "submitted", only_if=job)
     return set(states)
@@ -284,14 +290,54 @@ def settle(sweep: Sweep) -> set[str] | None:
 def queue() -> dict[str, str] | None:
     """The user's jobs that Slurm has in line or runs: their states, such as "PENDING", by their names, `123`
     or `123_4`; None where Slurm does not answer."""
-    words = ["squeue", "--noheader", "--array", "--me", "--format=%i %T"]
+    rows = in_line()
+    return None if rows is None else {name: row.state for name, row in rows.items()}
+
+
+class InLine(NamedTuple):
+    """How Slurm has a job: its state, such as "PENDING", why it waits, such as "Resources", and its nodes."""
+
+    state: str
+    reason: str
+    nodes: str
+
+
+def in_line(user: int | None = None) -> dict[str, InLine] | None:
+    """The jobs that Slurm has in line or runs, ours or those of the user with this number, by their names,
+    `123` or `123_4`; None where Slurm does not answer."""
+    whose = "--me" if user is None else f"--user={user}"
+    told = answer("squeue", "--noheader", "--array", whose, "--format=%i|%T|%r|%N")
+    if told is None:
+        return None
+    rows = [row.strip().split("|") for row in told.splitlines() if row.strip()]
+    return {name: InLine(state, reason, nodes) for name, state, reason, nodes in rows}
+
+
+def ended(names: Collection[str]) -> dict[str, str]:
+    """How jobs have ended, such as "OUT_OF_MEMORY", by their names; Slurm tells it without accounting for
+    some minutes."""
+    words = ("squeue", "--noheader", "--array", "--me", "--states=all", "--format=%i|%T")
+    rows = [row.strip().split("|") for row in (answer(*words) or "").splitlines()] if names else []
+    return {row[0]: row[1] for row in rows if row[0] in names}
+
+
+def accounting(names: Collection[str]) -> dict[str, str]:
+    """How jobs have ended by Slurm's accounting, such as "TIMEOUT, exit code 0:0", by their names; nothing
+    where it keeps none."""
+    columns = "--format=JobID,State,ExitCode"
+    jobs = f"--jobs={','.join(names)}"
+    told = answer("sacct", "--noheader", "--parsable2", "--allocations", columns, jobs) if names else None
+    rows = [row.split("|") for row in (told or "").splitlines()]
+    return {row[0]: f"{row[1]}, exit code {row[2]}" for row in rows if len(row) == 3}
+
+
+def answer(*words: str) -> str | None:
+    """What a command of Slurm's prints; None where it is not there, fails, or takes too long."""
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False)
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return None
-    if done.returncode:
-        return None
-    return dict(row.split(maxsplit=1) for row in done.stdout.splitlines() if row.strip())
+    return None if done.returncode else done.stdout
 
 
 def cancel(names: Collection[str]) -> None:

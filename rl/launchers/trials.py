@@ -179,20 +179,22 @@ class Trials:
         if not running:
             objectives = [job.objective for job in mine if job.objective is not None]
             active.verdict, active.value = "completed", sum(objectives) / len(objectives)
-        elif self._report(active, mine) and not self._stopping and active.trial.should_prune():
+        elif self._falls_behind(active, mine) and not self._stopping:
             active.verdict = "pruned"
             active.why = f"at step {max(active.reported):,}"
 
-    def _report(self, active: Active, mine: Sequence[Job]) -> bool:
-        """Tell Optuna the means of evaluations that all seeds have by now; whether there were new ones."""
+    def _falls_behind(self, active: Active, mine: Sequence[Job]) -> bool:
+        """Tell Optuna the means of evaluations that all seeds have by now; whether the trial is to be pruned
+        at one of them, of which several may have come since the last look."""
         means = mean_evaluations(
             [job.path for job in mine], self.config.eval.every, self.config.eval.episodes
         )
-        new = sorted(means.keys() - active.reported)
-        for step in new:
+        for step in sorted(means.keys() - active.reported):
             active.trial.report(means[step], step)
-        active.reported.update(new)
-        return bool(new)
+            active.reported.add(step)
+            if active.trial.should_prune():
+                return True
+        return False
 
     def _end(self, active: Active, jobs: Mapping[int, Job]) -> None:
         """Tell Optuna how a trial ended, and the ledger which jobs were pruned."""

@@ -319,7 +319,22 @@ def test_a_job_that_went_back_in_line_without_a_word_is_seen_there(
     sweep.settle()
     assert states(sweep) == ["submitted"] and len(history(sweep)) == 4
     cluster.cancel(str(sweep.jobs()[0].slurm_job))
-    wait_until(lambda: sweep.settle() or states(sweep) == ["cancelled"], "the ledger has it as cancelled")
+
+    def cancelled() -> bool:
+        sweep.settle()
+        return states(sweep) == ["cancelled"]
+
+    wait_until(cancelled, "the ledger has it as cancelled")
+
+
+def test_a_job_that_cannot_begin_has_failed(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_CONF", cluster.env["SLURM_CONF"])
+    sweep = submit(cluster, tmp_path, "-m", *TINY, "hydra.launcher.setup=[exit 7]")
+    cluster.wait(str(sweep.jobs()[0].slurm_job), "FAILED")
+    sweep.settle()
+    assert states(sweep) == ["failed"] and "FAILED" in str(sweep.jobs()[0].error)
 
 
 class TestRefusals:
