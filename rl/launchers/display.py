@@ -21,6 +21,7 @@ STYLES = {
     "completed": "green", "running": "bold", "failed": "bold red", "killed": "red", "preempted": "yellow",
     "interrupted": "yellow", "cancelled": "magenta", "pruned": "blue",
 }  # fmt: skip
+COLUMNS = ("job", "what", "state", "attempt", "step", "return", "objective")
 LEAST_NAME = 16  # columns for the name of a job
 MOST_ROWS = 25  # of running jobs in the live table
 
@@ -120,13 +121,15 @@ def progress_facts(job: Job) -> dict[str, Any]:
 
 def table(sweep: Sweep) -> str:
     """How every job of a sweep stands, as text for the end of a command."""
+    jobs = sweep.jobs().values()
+    heads = [head for head in COLUMNS if head != "attempt" or any(job.attempt > 1 for job in jobs)]
     rows = []
-    for job in sweep.jobs().values():
+    for job in jobs:
         step, _, latest, _ = progress(job)
         objective = "-" if job.objective is None else f"{job.objective:,.2f}"
         state = Text(job.state, STYLES.get(job.state, ""))
-        rows.append([str(job.number), job.name, state, str(job.attempt), step, latest, objective])
-    heads = ["job", "what", "state", "attempt", "step", "return", "objective"]
+        cells = (str(job.number), job.name, state, str(job.attempt), step, latest, objective)
+        rows.append([cell for head, cell in zip(COLUMNS, cells, strict=True) if head in heads])
     return whole_table(heads, rows, fold="what") + "\n"
 
 
