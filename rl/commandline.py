@@ -200,7 +200,8 @@ def _check_plugins(cfg: DictConfig) -> None:
 def _for_sweep(folder: Path, parsed: list[Override]) -> list[str]:
     """What Hydra has to know of a sweep: its folder, and that what all jobs share stays out of their folders'
     names."""
-    steady = sorted(str(o.key_or_group) for o in parsed if not o.is_sweep_override())
+    swept = {o.key_or_group for o in parsed if o.is_sweep_override()}
+    steady = sorted({str(o.key_or_group) for o in parsed} - swept)
     return [
         "hydra.mode=MULTIRUN",
         f"hydra.sweep.dir={quoted(str(folder))}",

@@ -45,6 +45,8 @@ class Job:
     folder: str = ""
     overrides: list[str] = field(default_factory=list)
     config_hash: str = ""
+    identity: str = ""
+    """The hash without the keys that a resumed run may change."""
     code: dict[str, Any] = field(default_factory=dict)
     """`commit` and `diff`, the hash of what the working tree had beyond it, when the job was frozen."""
     state: State = "pending"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime, timezone
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from rl import provenance, rundir
+from rl import provenance, resume, rundir
 from rl.config import check
 from rl.errors import ConfigError
 from rl.launchers.ledger import Job, Ledger
@@ -99,28 +99,44 @@ class Sweep:
                 return job
         return next((job for job in jobs if hashed is not None and job.config_hash == hashed), None)
 
-    def freeze(self, cfg: DictConfig, overrides: Sequence[str]) -> Job:
+    def freeze(self, cfg: DictConfig, overrides: Sequence[str], shared: Collection[str] = ()) -> Job:
         """The job that `cfg` describes: the one that is there already, or a new one in a folder of its own.
+
+        One that differs only in keys that a resumed run may change, none of which is swept, is there already
+        too: it is frozen anew, unless it is complete and has no more steps to train.
 
         Args:
             cfg: the composed configuration with Hydra's node; its `hydra.job.num` is set here.
             overrides: the job's share of the command line.
+            shared: the keys that the command sets to the same value for all jobs.
 
         Raises:
-            ConfigError: the configuration is wrong; nothing was written.
+            ConfigError: the configuration is wrong, or its job runs with another; nothing was written.
         """
         task = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
-        hashed = config_hash(check(task).resolved)
+        resolved = check(task).resolved
+        hashed, identity = config_hash(resolved), config_hash(resolved, resume.MUTABLE)
         known = self.find(overrides, hashed)
         if known is not None:
             return known
-        number = self._next_number()
+        earlier = self._changeable(overrides, identity, shared)
+        if earlier is not None and earlier.state == "completed":
+            trained = OmegaConf.load(earlier.path / "job.yaml").total_timesteps
+            if resolved["total_timesteps"] <= trained:
+                return earlier
+        if earlier is not None and earlier.state in ("submitted", "running"):
+            raise ConfigError(
+                f"resume={self.folder}: job {earlier.number} is {earlier.state} with another "
+                f"configuration; rl cancel {self.folder} {earlier.number} first, or wait until it has ended"
+            )
+        number = self._next_number() if earlier is None else earlier.number
         with open_dict(cfg):
             cfg.hydra.job.num, cfg.hydra.job.id = number, str(number)
             cfg.hydra.sweep.dir = str(self.folder)
-            cfg.hydra.sweep.subdir = str(cfg.hydra.sweep.subdir)
+            cfg.hydra.sweep.subdir = str(cfg.hydra.sweep.subdir) if earlier is None else earlier.folder
         folder = str(cfg.hydra.sweep.subdir)
-        (self.folder / folder).mkdir(parents=True, exist_ok=False)
+        if earlier is None:
+            (self.folder / folder).mkdir(parents=True, exist_ok=False)
         frozen = {**OmegaConf.to_container(task, resolve=True), "hydra": OmegaConf.to_container(cfg.hydra)}  # type: ignore[dict-item]
         rundir.replace_text(self.folder / folder / "job.yaml", OmegaConf.to_yaml(OmegaConf.create(frozen)))
         self.ledger.append(
@@ -129,9 +145,17 @@ class Sweep:
             folder=folder,
             overrides=own(overrides),
             config_hash=hashed,
+            identity=identity,
             code=self._code,
         )
         return self.jobs()[number]
+
+    def _changeable(self, overrides: Sequence[str], identity: str, shared: Collection[str]) -> Job | None:
+        """The one job that trains the same but for keys that a resumed run may change; None where such a key
+        is swept, and so tells jobs apart."""
+        swept = {key_of(word).split(".")[0] for word in own(overrides) if key_of(word) not in shared}
+        found = [job for job in self.jobs().values() if job.identity == identity]
+        return found[0] if len(found) == 1 and not swept & set(resume.MUTABLE) else None
 
     def _next_number(self) -> int:
         """One beyond every number that a job or a folder here has: none is used twice."""
@@ -172,9 +196,9 @@ def key_of(override: str) -> str:
     return str(OverridesParser.create().parse_override(override).key_or_group)
 
 
-def config_hash(resolved: Mapping[str, Any]) -> str:
-    """Sixteen hex digits that two jobs share where they train the same."""
-    what = {key: value for key, value in resolved.items() if key not in IDENTITY_FREE}
+def config_hash(resolved: Mapping[str, Any], without: Collection[str] = ()) -> str:
+    """Sixteen hex digits that two jobs share where they train the same, the keys `without` aside."""
+    what = {key: value for key, value in resolved.items() if key not in (*IDENTITY_FREE, *without)}
     return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 

@@ -89,7 +89,8 @@ class SweepLauncher(Launcher):
             return known
         setup_globals()
         cfg = self.context.config_loader.load_sweep_config(self.config, list(overrides))
-        return self.sweep.freeze(cfg, overrides)
+        shared = self.config.hydra.job.config.override_dirname.exclude_keys
+        return self.sweep.freeze(cfg, overrides, shared)
 
     def is_due(self, job: Job) -> bool:
         """Whether this command has to run the job."""

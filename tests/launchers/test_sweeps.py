@@ -121,6 +121,37 @@ class TestSweep:
         assert launch(f"resume={sweep.folder}", cwd=tmp_path).returncode == 0
         assert sweep.jobs() == after
 
+    def test_more_steps_train_the_same_jobs_on(self, tmp_path: Path) -> None:
+        arguments = (*QUICK, "algo.anneal_lr=false", "seed=1,2")
+        assert launch("-m", *arguments, cwd=tmp_path).returncode == 0
+        sweep = only_sweep(tmp_path)
+        before = sweep.jobs()
+        done = launch(f"resume={sweep.folder}", "eval.episodes=2", cwd=tmp_path)
+        assert done.returncode == 0 and sweep.jobs() == before, done.stderr  # they are complete
+        more = 2 * json.loads((before[0].path / "run.json").read_text())["total_timesteps"]
+        done = launch(f"resume={sweep.folder}", "eval.episodes=1", f"total_timesteps={more}", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        after = sweep.jobs()
+        assert [job.folder for job in after.values()] == [job.folder for job in before.values()]
+        assert all(job.state == "completed" and job.attempt == 2 for job in after.values())
+        straight = launch(
+            *arguments[:-1],
+            "seed=2",
+            f"total_timesteps={more}",
+            f"hydra.run.dir={tmp_path}/alone",
+            cwd=tmp_path,
+        )
+        assert straight.returncode == 0, straight.stderr
+        assert_same(final_state(after[1].path), final_state(tmp_path / "alone"))
+
+    def test_swept_steps_tell_jobs_apart(self, tmp_path: Path) -> None:
+        assert launch("-m", *QUICK, "total_timesteps=512,1024", cwd=tmp_path).returncode == 0
+        sweep = only_sweep(tmp_path)
+        assert len(sweep.jobs()) == 2
+        done = launch(f"resume={sweep.folder}", "total_timesteps=512,1024,1536", cwd=tmp_path)
+        assert done.returncode == 0 and len(sweep.jobs()) == 3, done.stderr
+        assert all(job.attempt == 1 for job in sweep.jobs().values())
+
     def test_a_bad_job_spoils_nothing(self, tmp_path: Path) -> None:
         (tmp_path / "fragile.py").write_text(
             "import gymnasium as gym\n"
