@@ -108,4 +108,4 @@ def test_a_job_that_fails_before_it_prints_has_the_log_of_slurm(
     wait_until(lambda: (now := slurm.queue()) is not None and name not in now, "it leaves the queue")
     shown = rl(cluster, "logs", sweep.folder, 0)
     assert shown.startswith("==> job 0 ") and shown.endswith("log.err <==\nno such module\n")
-    assert f"Slurm no longer has its job {name}" in rl(cluster, "status", sweep.folder)
+    assert f"job 0 failed: Slurm's job {name}: FAILED" in rl(cluster, "status", sweep.folder)

@@ -186,7 +186,8 @@ class TestSlurm:
         assert states(sweep) == ["running", "submitted", "killed", "cancelled"]
         assert "job 1 submitted: PENDING (Resources)" in shown
         assert (
-            "job 2 killed: Slurm no longer has its job 12_2; Slurm: OUT_OF_MEMORY, exit code 0:125" in shown
+            "job 2 killed: Slurm's job 12_2: it no longer has the job; Slurm: OUT_OF_MEMORY, exit code 0:125"
+            in shown
         )
         assert "Slurm: CANCELLED by 1000" in shown
         assert "node8" in shown and f"continue with: python launch.py resume={sweep.folder}" in shown
@@ -199,7 +200,9 @@ class TestSlurm:
         with (programs / "sacct").open("a") as file:
             file.write("exit 1\n")
         shown = rl("status", sweep.folder, cwd=tmp_path, programs=programs)
-        assert "job 2 killed: Slurm no longer has its job 12_2\n" in shown.stdout and not shown.stderr
+        assert (
+            "job 2 killed: Slurm's job 12_2: it no longer has the job\n" in shown.stdout and not shown.stderr
+        )
 
     def test_without_slurm_all_is_as_noted(self, sweep: Sweep, tmp_path: Path) -> None:
         shown = rl("status", sweep.folder, cwd=tmp_path)
