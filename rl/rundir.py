@@ -209,6 +209,14 @@ def read(path: Path) -> dict[str, Any]:
     return record
 
 
+def read_if_any(path: Path) -> dict[str, Any]:
+    """The run.json in run directory `path`; empty where there is none, or it cannot be understood."""
+    try:
+        return read(path)
+    except (FileNotFoundError, ValueError):
+        return {}
+
+
 def update(path: Path, /, **fields: Any) -> None:
     """Set top-level fields of run.json in run directory `path`, all at once, leaving the others as they are.
 

@@ -28,14 +28,19 @@ def standing(run: Path) -> dict[str, Any]:
     facts["checkpoints"] = (
         sorted(p.name for p in (run / "checkpoints").glob("step_*")) if (run / "checkpoints").is_dir() else []
     )
-    evaluations: dict[int, list[float]] = {}
-    for row in _rows(run / "evaluations.csv"):
-        evaluations.setdefault(int(row["env_steps"]), []).append(float(row["return"]))
-    facts["evaluations"] = {steps: sum(values) / len(values) for steps, values in evaluations.items()}
+    facts["evaluations"] = {steps: sum(values) / len(values) for steps, values in evaluations(run).items()}
     facts["videos"] = (
         sorted(str(p) for p in (run / "videos").glob("*.mp4")) if (run / "videos").is_dir() else []
     )
     return facts
+
+
+def evaluations(run: Path) -> dict[int, list[float]]:
+    """The returns of a run's evaluations by env step; none where there was no evaluation yet."""
+    returns: dict[int, list[float]] = {}
+    for row in _rows(run / "evaluations.csv"):
+        returns.setdefault(int(row["env_steps"]), []).append(float(row["return"]))
+    return returns
 
 
 def _rows(path: Path) -> list[dict[str, str]]:

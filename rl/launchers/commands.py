@@ -11,7 +11,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -23,6 +23,7 @@ from rl.errors import ConfigError, one_line
 from rl.launchers.ledger import STOPPED, Job
 
 if TYPE_CHECKING:
+    from rl.launchers.slurm import InLine
     from rl.launchers.sweep import Sweep
 
 CLEAR = "\x1b[2J\x1b[H"  # a terminal
@@ -82,7 +83,7 @@ def logs(
     from rl.launchers.standings import settle, spans
 
     opened = _open(sweep)
-    settle(opened)
+    rows = settle(opened)
     jobs = opened.jobs()
     if number is not None:
         chosen = [jobs[n] for n in _known([number], jobs, "NUMBER")]
@@ -103,7 +104,7 @@ def logs(
                 _write(end)
                 position = size if path.parent == job.path else 0
         if follow:
-            _follow(opened, chosen[0].number, position)
+            _follow(opened, chosen[0].number, position, rows)
     except KeyboardInterrupt:
         return
 
@@ -140,15 +141,15 @@ def _write(data: bytes) -> None:
     sys.stdout.buffer.flush()
 
 
-def _follow(sweep: Sweep, number: int, position: int) -> None:
+def _follow(sweep: Sweep, number: int, position: int, rows: Mapping[str, InLine] | None) -> None:
     """Print what a job has printed beyond this many bytes, and what it prints from now on, until it has
-    ended."""
+    ended; `rows` is what Slurm has in line at the beginning."""
     from rl.launchers.standings import settle
 
     path = sweep.jobs()[number].path / "output.txt"
     looked = time.monotonic()
     while True:
-        over = _over(sweep, number)  # before the last reading
+        over = _over(sweep.jobs()[number], rows or {})  # before the last reading
         if path.exists():
             with path.open("rb") as file:
                 file.seek(position)
@@ -160,20 +161,15 @@ def _follow(sweep: Sweep, number: int, position: int) -> None:
             return
         time.sleep(FOLLOW_SECONDS)
         if time.monotonic() > looked + SETTLE_SECONDS:
-            settle(sweep)
+            rows = settle(sweep)
             looked = time.monotonic()
 
 
-def _over(sweep: Sweep, number: int) -> bool:
-    """Whether a job has ended, and Slurm will not start it once more."""
-    from rl.launchers import slurm
-
-    job = sweep.jobs()[number]
+def _over(job: Job, rows: Mapping[str, InLine]) -> bool:
+    """Whether a job has ended, and Slurm, which has `rows` in line, will not start it once more."""
     if job.state in ("pending", "submitted", "running"):
         return False
-    if job.state not in STOPPED or job.slurm_job is None:
-        return True
-    return job.slurm_job not in (slurm.in_line(os.stat(sweep.folder).st_uid) or {})
+    return job.state not in STOPPED or job.slurm_job not in rows
 
 
 # --- cancel -----------------------------------------------------------------------------------------------

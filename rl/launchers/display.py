@@ -105,10 +105,7 @@ def progress_facts(job: Job) -> dict[str, Any]:
     """`env_steps`, `total_timesteps`, `SPS` and the latest training `return` of a job, None where unknown."""
     from rl import rundir
 
-    try:
-        record = rundir.read(job.path)
-    except (FileNotFoundError, ValueError):
-        record = {}
+    record = rundir.read_if_any(job.path)
     newest = last_metrics(job.path)
     steps = [value for value in (record.get("env_steps"), newest.get("env_steps")) if value is not None]
     return {

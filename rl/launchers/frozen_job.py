@@ -128,10 +128,7 @@ def frozen_config(job: Job) -> DictConfig:
 
 def ending(job: Job, code: int) -> tuple[State, dict[str, Any]]:
     """State and facts of a job whose process leaves with `code` on a signal, as its record has it."""
-    try:
-        record = rundir.read(job.path)
-    except FileNotFoundError:
-        record = {}
+    record = rundir.read_if_any(job.path)
     if record.get("status") == "completed" and record.get("result"):
         return "completed", {"objective": record["result"]["objective"]}
     if Ledger(job.sweep).jobs()[job.number].cancelling:

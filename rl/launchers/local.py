@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from rl.errors import ConfigError
 from rl.launchers.ledger import Job
-from rl.launchers.sweep_launcher import SweepLauncher
+from rl.launchers.sweep_launcher import SweepLauncher, module_path
 from rl.machine import cuda_devices
 
 POLL_SECONDS = 0.2
@@ -80,7 +80,7 @@ class LocalLauncher(SweepLauncher):
             if code is not None:
                 del self._running[number]
                 self._free.append(running.slot)
-                self._note_end(number, running.attempt, code)
+                self.note_end(number, running.attempt, code)
 
     def stop(self, jobs: Sequence[Job], number: signal.Signals = signal.SIGTERM) -> None:
         """Ask jobs to save and end, those in line not to start; who asks a third time has them killed."""
@@ -103,7 +103,7 @@ class LocalLauncher(SweepLauncher):
             running.process.wait()
 
     def _spawn(self, job: Job, slot: Slot) -> None:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        environment = {**os.environ, "PYTHONPATH": module_path()}
         if slot.device is not None:
             environment["CUDA_VISIBLE_DEVICES"] = slot.device
         command = [sys.executable, "-m", "rl.launchers.frozen_job", str(self.sweep.folder), str(job.number)]
@@ -112,17 +112,6 @@ class LocalLauncher(SweepLauncher):
         # A session of its own: Ctrl-C comes to this process, which passes it on.
         process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
         self._running[job.number] = Running(process, slot, job.attempt)
-
-    def _note_end(self, number: int, attempt: int, code: int) -> None:
-        """Put in the ledger what the process could not: a death by signal, or before it could write."""
-        job = self.sweep.jobs()[number]
-        if job.state == "cancelled" or (job.state != "running" and job.attempt > attempt):
-            return  # it has said itself how it ended, or was not to begin
-        if code < 0:
-            why = f"its process was ended by {signal.Signals(-code).name}"
-            self.sweep.ledger.append(number, "killed", error=why)
-        else:
-            self.sweep.ledger.append(number, "failed", error=f"its process ended with exit code {code}")
 
     def _deal(self) -> list[Slot]:
         """The slots, made at the first call: cores and CUDA devices dealt out evenly."""

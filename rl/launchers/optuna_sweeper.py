@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from rl.errors import ConfigError, one_line
 from rl.launchers.display import table
 from rl.launchers.search_space import Search, assignment, command
-from rl.launchers.sweep_launcher import SweepLauncher, SweepStopped
+from rl.launchers.sweep_launcher import SweepLauncher, SweepStopped, check_whole
 from rl.launchers.trials import Trials
 from rl.schemas import nearest
 
@@ -173,12 +173,8 @@ class OptunaSweeper(Sweeper):
 def check_settings(settings: Mapping[str, Any]) -> None:
     """Raise ConfigError unless the sweeper's settings can be, and Optuna is installed."""
     for key in ("n_trials", "n_seeds", "n_parallel"):
-        value = settings[key]
-        if (value is not None or key != "n_parallel") and (type(value) is not int or value < 1):
-            null = ", or null" if key == "n_parallel" else ""
-            raise ConfigError(f"hydra.sweeper.{key}={value}: must be a whole number of at least 1{null}")
-    if type(settings["seed"]) is not int or settings["seed"] < 0:
-        raise ConfigError(f"hydra.sweeper.seed={settings['seed']}: must be a whole number of at least 0")
+        check_whole(f"hydra.sweeper.{key}", settings[key], 1, or_null=key == "n_parallel")
+    check_whole("hydra.sweeper.seed", settings["seed"], 0)
     for key, known in OPTIONS.items():
         if settings[key] not in known:
             hint = nearest(str(settings[key]), known)

@@ -26,8 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from rl import rundir
 from rl.errors import ConfigError, one_line
 from rl.launchers.ledger import Job
-from rl.launchers.slurm import module_path
-from rl.launchers.sweep_launcher import SweepLauncher
+from rl.launchers.sweep_launcher import SweepLauncher, module_path
 
 POLL_SECONDS = 0.5
 CLOSING_SECONDS = 60.0  # for what runs to save when this process fails
@@ -113,7 +112,7 @@ class RayLauncher(SweepLauncher):
         self._connected = False
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Take what Hydra offers, connect to Ray, and note what became of the jobs of earlier commands.
+        """Take what Hydra offers, and connect to Ray.
 
         Raises:
             ConfigError: a setting cannot be, Ray is not installed, or there is no such cluster.
@@ -123,7 +122,6 @@ class RayLauncher(SweepLauncher):
         if importlib.util.find_spec("ray") is None:
             raise ConfigError("hydra/launcher=ray: needs ray: pip install -e '.[ray]'")
         self._connect()
-        self._settle()
 
     @property
     def slots(self) -> int:
@@ -131,6 +129,20 @@ class RayLauncher(SweepLauncher):
         import ray
 
         return room(ray.cluster_resources(), self.remote)
+
+    def settle(self) -> None:
+        """Note what became of the jobs of earlier commands, also where Ray ran them on other machines: gone
+        are those whose node says so, or has left the cluster. (Ray ends the workers of a command that has
+        gone itself.)"""
+        super().settle()
+        by_ray = {
+            e["job"]: e.get("ray", False) for e in self.sweep.ledger.events() if e["state"] == "pending"
+        }
+        for job in self.sweep.jobs().values():
+            foreign = job.state == "running" and rundir.process_exists(vars(job)) is None
+            if foreign and job.slurm_job is None and by_ray.get(job.number) and not runs(job):
+                why = f"its process on {job.host} is gone"
+                self.sweep.ledger.append(job.number, "killed", only_if=job, error=why)
 
     def start(self, jobs: Sequence[Job]) -> None:
         """Put jobs in Ray's line."""
@@ -213,22 +225,18 @@ class RayLauncher(SweepLauncher):
         number = held.job.number
         del self._held[number]
         ray.kill(held.actor)  # one that is only out of reach must not train on
-        job = self.sweep.jobs()[number]
-        said = job.state == "cancelled" or (job.state != "running" and job.attempt > held.job.attempt)
-        if answer is None or said:
+        if answer is None or self.has_said(number, held.job.attempt):
             return  # it never began, or has said itself how it ended
         note = self.sweep.ledger.append
         if isinstance(answer, RayActorError) and not isinstance(answer, RuntimeEnvSetupError):
             note(number, "killed", error=f"its Ray worker is gone: {one_line(answer)}")
         elif isinstance(answer, FileNotFoundError):
-            why = f"its node does not see {job.path}; the sweep must be in a folder that all nodes share"
+            why = f"its node does not see {held.job.path}; the sweep must be in a folder that all nodes share"
             note(number, "failed", error=why)
         elif isinstance(answer, Exception):
             note(number, "failed", error=f"Ray could not run it: {one_line(answer)}")
-        elif answer < 0:
-            note(number, "killed", error=f"its process was ended by {signal.Signals(-answer).name}")
         else:
-            note(number, "failed", error=f"its process ended with exit code {answer}")
+            self.note_end(number, held.job.attempt, answer)
 
     # --- Ray itself ---------------------------------------------------------------------------------
 
@@ -257,18 +265,6 @@ class RayLauncher(SweepLauncher):
             self._connected = True
         ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
         ray.cloudpickle.register_pickle_by_value(rundir)
-
-    def _settle(self) -> None:
-        """Note which of the jobs that Ray ran on other machines for an earlier command are gone: those whose
-        node says so, or has left the cluster. (Ray ends the workers of a command that has gone itself.)"""
-        by_ray = {
-            e["job"]: e.get("ray", False) for e in self.sweep.ledger.events() if e["state"] == "pending"
-        }
-        for job in self.sweep.jobs().values():
-            foreign = job.state == "running" and rundir.process_exists(vars(job)) is None
-            if foreign and job.slurm_job is None and by_ray.get(job.number) and not runs(job):
-                why = f"its process on {job.host} is gone"
-                self.sweep.ledger.append(job.number, "killed", only_if=job, error=why)
 
 
 def options(settings: Mapping[str, Any], device: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -14,8 +14,7 @@ from rl import rundir
 from rl.launchers.display import progress_facts
 from rl.launchers.ledger import Job
 from rl.launchers.sweep import Sweep
-from rl.launchers.trials import evaluations
-from rl.standing import newest_metrics
+from rl.standing import evaluations, newest_metrics
 
 Row = dict[str, Any]
 
@@ -48,10 +47,7 @@ def assigned(override: str) -> tuple[str, str]:
 def row(job: Job, swept: Mapping[str, str | None]) -> Row:
     """What is known of one job. `train_seconds` is over all its processes; the evaluation is the final one,
     with the standard deviation of its episodes' returns."""
-    try:
-        record = rundir.read(job.path)
-    except (FileNotFoundError, ValueError):
-        record = {}
+    record = rundir.read_if_any(job.path)
     steps = progress_facts(job)["env_steps"]
     final = evaluations(job.path).get(record.get("env_steps", -1), []) if job.state == "completed" else []
     return {

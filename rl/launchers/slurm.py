@@ -29,7 +29,7 @@ from rl.errors import ConfigError, one_line
 from rl.launchers.ledger import STOPPED, Job, State
 from rl.launchers.supervisor import supervise
 from rl.launchers.sweep import Sweep
-from rl.launchers.sweep_launcher import SweepLauncher, SweepSignals
+from rl.launchers.sweep_launcher import SweepLauncher, SweepSignals, check_whole, module_path
 
 POLL_SECONDS = 1.0
 SETTLE_SECONDS = 5.0
@@ -109,7 +109,7 @@ class SlurmLauncher(SweepLauncher):
         self._told = False
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Take what Hydra offers, and note what became of the jobs of earlier commands.
+        """Take what Hydra offers.
 
         Raises:
             ConfigError: a setting cannot be, submitit or Slurm is not there, or the folder cannot be used.
@@ -128,10 +128,17 @@ class SlurmLauncher(SweepLauncher):
             raise ConfigError(
                 f"hydra.sweep.dir={self.sweep.folder}: Slurm replaces what follows a %; use a path without"
             )
-        queued = settle(self.sweep)
-        if queued is None and any(job.slurm_job for job in self.sweep.jobs().values()):
+
+    def settle(self) -> None:
+        """Note what became of the jobs of earlier commands, and which of them Slurm has.
+
+        Raises:
+            ConfigError: Slurm does not say.
+        """
+        rows = self.sweep.settle()
+        if rows is None:
             raise ConfigError("hydra/launcher=slurm: squeue does not answer; try again when the cluster does")
-        self._queue = queued or set()
+        self._queue = set(rows)
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
         """Submit the jobs of these overrides that are due; how each stands or, after waiting, ended."""
@@ -173,8 +180,8 @@ class SlurmLauncher(SweepLauncher):
         """Let a second pass; every few, note what became of jobs that could not do so."""
         time.sleep(POLL_SECONDS)
         if time.monotonic() >= self._settled + SETTLE_SECONDS:
-            queued = settle(self.sweep)
-            self._queue = self._queue if queued is None else queued
+            rows = self.sweep.settle()
+            self._queue = self._queue if rows is None else set(rows)
             self._settled = time.monotonic()
 
     def stop(self, jobs: Sequence[Job], number: signal.Signals = signal.SIGTERM) -> None:
@@ -225,9 +232,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     """Raise ConfigError where a setting of the launcher cannot be. (Not in its constructor: Hydra would wrap
     the error in one of its own.)"""
     for key, least in LEAST.items():
-        value = settings[key]
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigError(f"hydra.launcher.{key}={value}: must be a whole number of at least {least}")
+        check_whole(f"hydra.launcher.{key}", settings[key], least)
     memory, delay, lines = settings["mem_gb"], settings["signal_delay_s"], settings["setup"]
     if memory is not None and (not isinstance(memory, int | float) or memory <= 0):
         raise ConfigError(f"hydra.launcher.mem_gb={memory}: must be above 0, or null")
@@ -257,41 +262,32 @@ def follow_up(sweep: Sweep, number: int) -> str:
     )
 
 
-def settle(sweep: Sweep) -> set[str] | None:
+def settle(sweep: Sweep) -> dict[str, InLine] | None:
     """Note what became of jobs that did not say so themselves. Of those that Slurm no longer has, one that
     was running was killed, one that Slurm could not start failed, others were cancelled; one that was
-    pre-empted, or whose node failed, and is back in line is submitted.
+    pre-empted, or whose node failed, and is back in line is submitted. Of another user's sweep, nothing is
+    noted.
 
     Returns:
-        The user's jobs in Slurm; None where it does not answer, or the sweep is another user's, and nothing
-        was noted.
+        The jobs in Slurm of the sweep's owner; None where it does not answer, and nothing was noted.
     """
     before = [job for job in sweep.jobs().values() if expected(job)]
-    if before and os.stat(sweep.folder).st_uid != os.getuid():
-        return None
-    states = queue()
-    if states is None:
-        return None
-    gone = {str(job.slurm_job) for job in before} - states.keys()
-    ends = ended(gone)
+    owner = os.stat(sweep.folder).st_uid
+    rows = in_line(owner)
+    if rows is None or owner != os.getuid():
+        return rows
+    ends = ended({str(job.slurm_job) for job in before} - rows.keys())
     for job in before:
-        where = states.get(str(job.slurm_job))
-        if where is None:
+        row = rows.get(str(job.slurm_job))
+        if row is None:
             end = ends.get(str(job.slurm_job), "it no longer has the job")
             never_began = job.state == "submitted" and end in NEVER_BEGAN
             state: State = "killed" if job.state == "running" else "failed" if never_began else "cancelled"
             error = f"Slurm's job {job.slurm_job}: {end}"
             sweep.ledger.append(job.number, state, only_if=job, error=error)
-        elif where == "PENDING" and job.state != "submitted":
+        elif row.state == "PENDING" and job.state != "submitted":
             sweep.ledger.append(job.number, "submitted", only_if=job)
-    return set(states)
-
-
-def queue() -> dict[str, str] | None:
-    """The user's jobs that Slurm has in line or runs: their states, such as "PENDING", by their names, `123`
-    or `123_4`; None where Slurm does not answer."""
-    rows = in_line()
-    return None if rows is None else {name: row.state for name, row in rows.items()}
+    return rows
 
 
 class InLine(NamedTuple):
@@ -302,23 +298,26 @@ class InLine(NamedTuple):
     nodes: str
 
 
-def in_line(user: int | None = None) -> dict[str, InLine] | None:
-    """The jobs that Slurm has in line or runs, ours or those of the user with this number, by their names,
-    `123` or `123_4`; None where Slurm does not answer."""
-    whose = "--me" if user is None else f"--user={user}"
-    told = answer("squeue", "--noheader", "--array", whose, "--format=%i|%T|%r|%N")
+def in_line(user: int) -> dict[str, InLine] | None:
+    """The jobs of the user with this number that Slurm has in line or runs, by their names, `123` or `123_4`;
+    None where Slurm does not answer."""
+    return squeue(f"--user={user}")
+
+
+def ended(names: Collection[str]) -> dict[str, str]:
+    """How jobs of ours have ended, such as "OUT_OF_MEMORY", by their names; Slurm tells it without accounting
+    for some minutes."""
+    rows = squeue("--me", "--states=all") if names else None
+    return {name: row.state for name, row in (rows or {}).items() if name in names}
+
+
+def squeue(*options: str) -> dict[str, InLine] | None:
+    """What squeue lists with these options, by the jobs' names; None where it does not answer."""
+    told = answer("squeue", "--noheader", "--array", "--format=%i|%T|%r|%N", *options)
     if told is None:
         return None
     rows = [row.strip().split("|") for row in told.splitlines() if row.strip()]
     return {name: InLine(state, reason, nodes) for name, state, reason, nodes in rows}
-
-
-def ended(names: Collection[str]) -> dict[str, str]:
-    """How jobs have ended, such as "OUT_OF_MEMORY", by their names; Slurm tells it without accounting for
-    some minutes."""
-    words = ("squeue", "--noheader", "--array", "--me", "--states=all", "--format=%i|%T")
-    rows = [row.strip().split("|") for row in (answer(*words) or "").splitlines()] if names else []
-    return {row[0]: row[1] for row in rows if row[0] in names}
 
 
 def accounting(names: Collection[str]) -> dict[str, str]:
@@ -350,23 +349,9 @@ def cancel(names: Collection[str]) -> None:
 
 def largest_array() -> int:
     """How many elements the cluster allows an array; 1000, by Slurm's default, where it does not say."""
-    try:
-        done = subprocess.run(
-            ["scontrol", "show", "config"],
-            capture_output=True,
-            text=True,
-            timeout=COMMAND_SECONDS,
-            check=False,
-        )
-    except (FileNotFoundError, subprocess.TimeoutExpired):
-        return 1000
-    found = re.search(r"^MaxArraySize\s*=\s*(\d+)", done.stdout, re.MULTILINE)
+    told = answer("scontrol", "show", "config") or ""
+    found = re.search(r"^MaxArraySize\s*=\s*(\d+)", told, re.MULTILINE)
     return max(1, int(found[1]) - 1) if found else 1000
-
-
-def module_path() -> str:
-    """This process's module search path as PYTHONPATH, good from any folder."""
-    return os.pathsep.join(os.path.abspath(entry) for entry in sys.path if entry)
 
 
 def plain(parameters: Mapping[str, Any]) -> dict[str, Any]:

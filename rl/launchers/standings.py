@@ -55,12 +55,10 @@ class Standing:
 
 def look(sweep: Sweep) -> list[Standing]:
     """How each job of a sweep stands; what became of killed ones is noted first, where we may write."""
-    settle(sweep)
+    rows = settle(sweep) or {}
     standings = [Standing(job) for job in sweep.jobs().values()]
-    if any(slurm.expected(s.job) for s in standings):
-        rows = slurm.in_line(os.stat(sweep.folder).st_uid) or {}
-        for s in standings:
-            s.slurm = rows.get(str(s.job.slurm_job)) if slurm.expected(s.job) else None
+    for s in standings:
+        s.slurm = rows.get(str(s.job.slurm_job)) if slurm.expected(s.job) else None
     ended = {s.job.slurm_job for s in standings if not s.active and s.job.state != "completed"} - {None}
     accounted = slurm.accounting([str(name) for name in ended])
     for s in standings:
@@ -150,12 +148,14 @@ def _advice(sweep: Sweep, standings: Sequence[Standing]) -> list[str]:
     return lines
 
 
-def settle(sweep: Sweep) -> None:
-    """Note what became of jobs that could not do so, unless the sweep is not ours to write."""
+def settle(sweep: Sweep) -> dict[str, InLine] | None:
+    """Note what became of jobs that could not do so, unless the sweep is not ours to write; what Slurm has of
+    them, as `Sweep.settle` says."""
     try:
-        sweep.settle()
+        return sweep.settle()
     except OSError as error:
         print(f"shown as it was noted, since nothing can be noted now: {one_line(error)}", file=sys.stderr)
+        return slurm.in_line(os.stat(sweep.folder).st_uid)
 
 
 def spans(numbers: Iterable[int]) -> str:

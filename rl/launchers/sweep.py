@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime, timezone
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -26,6 +26,9 @@ from rl import provenance, resume, rundir
 from rl.config import check
 from rl.errors import ConfigError
 from rl.launchers.ledger import Job, Ledger
+
+if TYPE_CHECKING:
+    from rl.launchers.slurm import InLine
 
 IDENTITY_FREE = ("hydra", "resume", "fail_fast", "retry_failed")
 """Keys that say how to run a job, not what it is: not in its hash."""
@@ -78,17 +81,22 @@ class Sweep:
         """How each job stands, by number."""
         return self.ledger.jobs()
 
-    def settle(self) -> None:
+    def settle(self) -> dict[str, InLine] | None:
         """Note what became of jobs that could not do so themselves: killed is what the ledger has as running
-        and no process of this machine runs any more; for the jobs of a cluster, it is asked."""
+        and no process of this machine runs any more; for the jobs of a cluster, it is asked.
+
+        Returns:
+            What Slurm has in line or runs, by its names; empty where it need not be asked, None where it does
+            not answer.
+        """
         from rl.launchers import slurm
 
         jobs = self.jobs().values()
         for job in jobs:
             if job.state == "running" and job.slurm_job is None and rundir.process_exists(vars(job)) is False:
                 self.ledger.append(job.number, "killed", only_if=job, error="its process is gone")
-        if any(slurm.expected(job) for job in jobs):
-            slurm.settle(self)
+        asked = any(job.slurm_job and job.state != "completed" for job in jobs)
+        return slurm.settle(self) if asked else {}
 
     def find(self, overrides: Sequence[str], hashed: str | None = None) -> Job | None:
         """The job with these overrides in any order, or else with this configuration; None where there is

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +15,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
+from rl.errors import ConfigError
 from rl.launchers.display import SweepDisplay, table
 from rl.launchers.ledger import STOPPED, Job
 from rl.launchers.sweep import Sweep
@@ -63,6 +66,10 @@ class SweepLauncher(Launcher):
     def slots(self) -> int:
         """How many jobs can run at a time."""
 
+    def settle(self) -> None:
+        """Note what became of the jobs of earlier commands."""
+        self.sweep.settle()
+
     def close(self) -> None:
         """End what the launcher holds; the jobs have ended."""
 
@@ -70,7 +77,7 @@ class SweepLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
         """Run the jobs of these overrides, those that are complete from before excepted; how each ended."""
-        self.sweep.settle()
+        self.settle()
         jobs = [self.job(overrides) for overrides in job_overrides]
         numbers = [job.number for job in jobs]
         try:
@@ -128,9 +135,42 @@ class SweepLauncher(Launcher):
             print(f"stopped; continue with: python launch.py resume={self.sweep.folder}")
             raise SweepStopped(128 + signals.requested)
 
+    def note_end(self, number: int, attempt: int, code: int) -> None:
+        """Put in the ledger what a job's process could not: a death by signal, or before it could write.
+
+        Args:
+            attempt: the job's attempts before this process.
+            code: its exit code, or minus the signal that ended it.
+        """
+        if self.has_said(number, attempt):
+            return
+        if code < 0:
+            why = f"its process was ended by {signal.Signals(-code).name}"
+            self.sweep.ledger.append(number, "killed", error=why)
+        else:
+            self.sweep.ledger.append(number, "failed", error=f"its process ended with exit code {code}")
+
+    def has_said(self, number: int, attempt: int) -> bool:
+        """Whether a job's process has said itself how it ended, or was not to begin; `attempt` as above."""
+        job = self.sweep.jobs()[number]
+        return job.state == "cancelled" or (job.state != "running" and job.attempt > attempt)
+
     def unfinished(self, jobs: Sequence[Job]) -> list[Job]:
         """Those of the jobs that this command still waits for."""
         return [job for job in jobs if job.state in ("submitted", "running")]
+
+
+def module_path() -> str:
+    """This process's module search path as PYTHONPATH, good from any folder."""
+    return os.pathsep.join(os.path.abspath(entry) for entry in sys.path if entry)
+
+
+def check_whole(key: str, value: Any, least: int, or_null: bool = False) -> None:
+    """Raise ConfigError, naming `key`, unless `value` is a whole number of at least `least`, or None where it
+    may be."""
+    if (value is not None or not or_null) and (type(value) is not int or value < least):
+        null = ", or null" if or_null else ""
+        raise ConfigError(f"{key}={value}: must be a whole number of at least {least}{null}")
 
 
 def outcome(job: Job) -> JobReturn:

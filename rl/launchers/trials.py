@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from rl.launchers.display import SweepDisplay
 from rl.launchers.ledger import STOPPED, Job
 from rl.launchers.search_space import Search, assignment
 from rl.launchers.sweep_launcher import SweepLauncher, SweepSignals
+from rl.standing import evaluations
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -58,7 +58,7 @@ class Trials:
 
     def follow(self) -> int | None:
         """Run trials until there are `n_trials`; the number of the signal that stopped them, if one did."""
-        self.sweep.settle()
+        self.launcher.settle()
         total = range(self.n_trials * len(self.search.seeds))
         with SweepSignals() as signals, SweepDisplay(self.sweep, total) as self.display:
             if not self.launcher.waits:
@@ -225,24 +225,11 @@ def mean_evaluations(runs: Sequence[Path], every: int, episodes: int) -> dict[in
     evaluation is the objective, and not among them."""
     by_run: list[dict[int, float]] = []
     for run in runs if every > 0 else ():
-        try:
-            total = rundir.read(run).get("total_timesteps", math.inf)
-        except (FileNotFoundError, ValueError):
-            return {}
+        total = rundir.read_if_any(run).get("total_timesteps", math.inf)
         complete = {s: v for s, v in evaluations(run).items() if len(v) >= episodes and s < total}
         by_run.append({step - step % every: sum(v) / len(v) for step, v in complete.items()})
     shared = set.intersection(*(set(means) for means in by_run)) if by_run else set()
     return {step: sum(means[step] for means in by_run) / len(by_run) for step in sorted(shared)}
-
-
-def evaluations(run: Path) -> dict[int, list[float]]:
-    """The returns in a run's evaluations.csv by env step; a row that is being written is left out."""
-    path = run / "evaluations.csv"
-    text = path.read_text() if path.exists() else ""
-    returns: dict[int, list[float]] = {}
-    for row in csv.DictReader(text[: text.rfind("\n") + 1].splitlines()):
-        returns.setdefault(int(row["env_steps"]), []).append(float(row["return"]))
-    return returns
 
 
 def _finite(objective: float | None) -> bool:

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.sweeps import write_paced
+
 HERE = Path(__file__).resolve().parent
 NOT_INSTALLED = 3
 """up.sh's exit code for that."""
@@ -162,6 +164,12 @@ def _turns(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield
         while used.submitted:
             used.cancel(used.submitted.pop())
+
+
+@pytest.fixture
+def paced(tmp_path: Path) -> dict[str, str]:
+    """The environment variables of a user who has a module of their own, `paced`."""
+    return write_paced(tmp_path / "modules")
 
 
 __all__ = ["Cluster", "wait_until"]

@@ -16,27 +16,17 @@ from rl.launchers import slurm
 from tests.cluster.conftest import Cluster, wait_until
 from tests.cluster.test_slurm_sweeps import (
     FAST,
-    PACED,
     SLOW,
     TINY,
     all_are,
     answer_for,
     has_trained,
-    history,
-    states,
     submit,
 )
 from tests.conftest import ROOT, launch
+from tests.sweeps import history, states
 
 pytestmark = pytest.mark.slurm
-
-
-@pytest.fixture
-def paced(tmp_path: Path) -> dict[str, str]:
-    """The environment variables of a user who has a module of their own, `paced`."""
-    (tmp_path / "modules").mkdir()
-    (tmp_path / "modules" / "paced.py").write_text(PACED)
-    return {"PYTHONPATH": str(tmp_path / "modules")}
 
 
 def rl(cluster: Cluster, *arguments: object) -> str:
@@ -105,7 +95,9 @@ def test_a_job_that_fails_before_it_prints_has_the_log_of_slurm(
     setup = "hydra.launcher.setup=['echo no such module >&2','exit 1']"
     sweep = submit(cluster, tmp_path, "-m", *TINY, setup)
     name = str(sweep.jobs()[0].slurm_job)
-    wait_until(lambda: (now := slurm.queue()) is not None and name not in now, "it leaves the queue")
+    wait_until(
+        lambda: (now := slurm.in_line(os.getuid())) is not None and name not in now, "it leaves the queue"
+    )
     shown = rl(cluster, "logs", sweep.folder, 0)
     assert shown.startswith("==> job 0 ") and shown.endswith("log.err <==\nno such module\n")
     assert f"job 0 failed: Slurm's job {name}: FAILED" in rl(cluster, "status", sweep.folder)

@@ -15,6 +15,7 @@ from rl.launchers import slurm
 from rl.launchers.sweep import Sweep
 from tests.cluster.conftest import Cluster, wait_until
 from tests.conftest import assert_same, episodes, final_state, launch, lines
+from tests.sweeps import PACED, history, states
 
 pytestmark = pytest.mark.slurm
 
@@ -29,36 +30,7 @@ TINY = (
     "eval.every=0",
     "checkpoint.every=64",
 )
-PACED = """
-import time
-from pathlib import Path
-import gymnasium as gym
-from gymnasium.envs.classic_control import CartPoleEnv
-
-class Paced(CartPoleEnv):
-    "CartPole whose steps take the seconds that the file `pace` says; with `bad`, it breaks soon."
-    def __init__(self, pace=None, bad=False, **kwargs):
-        super().__init__(**kwargs)
-        self.pace, self.bad, self.count = pace, bad, 0
-    def step(self, action):
-        self.count += 1
-        if self.bad and self.count > 100:
-            raise RuntimeError("the pole broke")
-        if self.pace is not None:
-            time.sleep(float(Path(self.pace).read_text()))
-        return super().step(action)
-
-gym.register("Paced-v0", Paced, max_episode_steps=500)
-"""
 SLOW, FAST = "0.02", "0"
-
-
-@pytest.fixture
-def paced(tmp_path: Path) -> dict[str, str]:
-    """The environment variables of a user who has a module of their own, `paced`."""
-    (tmp_path / "modules").mkdir()
-    (tmp_path / "modules" / "paced.py").write_text(PACED)
-    return {"PYTHONPATH": str(tmp_path / "modules")}
 
 
 def submit(cluster: Cluster, cwd: Path, *arguments: str, env: dict[str, str] | None = None) -> Sweep:
@@ -75,14 +47,6 @@ def submit(cluster: Cluster, cwd: Path, *arguments: str, env: dict[str, str] | N
 
 def answer_for(cluster: Cluster, sweep: Sweep) -> None:
     cluster.submitted.extend(job.slurm_job for job in sweep.jobs().values() if job.slurm_job)
-
-
-def states(sweep: Sweep) -> list[str]:
-    return [job.state for job in sweep.jobs().values()]
-
-
-def history(sweep: Sweep, number: int = 0) -> list[str]:
-    return [event["state"] for event in sweep.ledger.events() if event["job"] == number]
 
 
 def all_are(sweep: Sweep, state: str) -> Callable[[], bool]:
@@ -210,7 +174,8 @@ def test_a_sweep_goes_on_after_half_of_it_was_cancelled(
     assert slurm.settle(sweep) is not None and "cancelled" not in states(sweep)  # all is as the ledger has it
     slurm.cancel(half)
     wait_until(
-        lambda: (now := slurm.queue()) is not None and not set(half) & now.keys(), "they leave the queue"
+        lambda: (now := slurm.in_line(os.getuid())) is not None and not set(half) & now.keys(),
+        "they leave the queue",
     )
     slurm.settle(sweep)
     assert states(sweep) == ["completed", "completed", "cancelled", "cancelled"]

@@ -20,19 +20,15 @@ from tests.cluster.test_slurm_sweeps import (
     all_are,
     answer_for,
     has_trained,
-    history,
-    paced,
-    states,
 )
 from tests.conftest import ROOT, launch
+from tests.sweeps import history, states
 
 optuna = pytest.importorskip("optuna", reason="needs the extra optuna")
 pytestmark = pytest.mark.slurm
 
 HERE = ("hydra.launcher.timeout_min=5", "hydra.launcher.cpus_per_task=1", "hydra.launcher.mem_gb=1")
 TWO_TRIALS = ("hydra.sweeper.n_trials=2", "hydra.sweeper.n_seeds=2", "hydra.sweeper.n_parallel=2")
-
-__all__ = ["paced"]
 
 
 def study_of(sweep: Sweep) -> Any:

@@ -20,30 +20,10 @@ from rl.launchers.ledger import Ledger
 from rl.launchers.results import Row, assigned, columns, objectives, text
 from rl.launchers.sweep import Sweep
 from tests.conftest import ROOT, launch
-from tests.launchers.test_sweeps import QUICK, all_trained, start, states, wait_until
+from tests.launchers.test_sweeps import QUICK, all_trained, start, wait_until
+from tests.sweeps import history, states, write_paced
 
-MODULE = """
-import time
-from pathlib import Path
-import gymnasium as gym
-from gymnasium.envs.classic_control import CartPoleEnv
-
-class Mine(CartPoleEnv):
-    "CartPole whose steps take the seconds that the file `pace` says; with `bad`, it breaks soon."
-    def __init__(self, pace=None, bad=False, **kwargs):
-        super().__init__(**kwargs)
-        self.pace, self.bad, self.count = pace, bad, 0
-    def step(self, action):
-        self.count += 1
-        if self.bad and self.count > 100:
-            raise RuntimeError("the pole broke")
-        if self.pace is not None:
-            time.sleep(float(Path(self.pace).read_text()))
-        return super().step(action)
-
-gym.register("Mine-v0", Mine, max_episode_steps=500)
-"""
-ENV = "env.id=mine:Mine-v0"
+ENV = "env.id=paced:Paced-v0"
 
 
 def rl(
@@ -62,19 +42,14 @@ def rl(
     )
 
 
-def history(sweep: Sweep, number: int) -> list[str]:
-    return [event["state"] for event in sweep.ledger.events() if event["job"] == number]
-
-
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Sweep:
     """A sweep of four jobs, two complete and two failed; no test changes it."""
     folder = tmp_path_factory.mktemp("commands")
-    (folder / "mine.py").write_text(MODULE)
     swept = ("env.kwargs.bad=false,true", "seed=1,2", "hydra.launcher.n_jobs=2")
     ended = launch(
         "-m", *QUICK, "eval.episodes=3", ENV, *swept, f"hydra.sweep.dir={folder}/sweep", cwd=folder,
-        env={"PYTHONPATH": str(folder)},
+        env=write_paced(folder / "modules"),
     )  # fmt: skip
     assert ended.returncode == 1, ended.stderr
     return Sweep(folder / "sweep")
@@ -279,8 +254,8 @@ class TestCancel:
     def test_in_line_and_running_and_the_sweep_goes_on(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
-        (tmp_path / "mine.py").write_text(MODULE)
+        mine = write_paced(tmp_path / "modules")["PYTHONPATH"]
+        monkeypatch.setenv("PYTHONPATH", f"{mine}{os.pathsep}{ROOT}")
         pace = tmp_path / "pace"
         pace.write_text("0.01")
         sweep = Sweep(tmp_path / "sweep")

@@ -25,6 +25,7 @@ from rl.launchers.search_space import Search, assignment, command, distribution
 from rl.launchers.sweep import Sweep
 from rl.launchers.trials import Trials, mean_evaluations
 from tests.conftest import ROOT, launch
+from tests.sweeps import only_sweep, states
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 
@@ -35,15 +36,6 @@ GAMMA = {"algo.gamma": FloatDistribution(0.9, 1.0)}
 
 def distribution_of(text: str) -> Any:
     return distribution(OverridesParser.create().parse_override(text))
-
-
-def only_sweep(folder: Path) -> Sweep:
-    (found,) = folder.glob("multirun/*/*")
-    return Sweep(found)
-
-
-def states(sweep: Sweep) -> list[str]:
-    return [job.state for job in sweep.jobs().values()]
 
 
 def study_of(sweep: Sweep) -> optuna.Study:
@@ -157,6 +149,9 @@ class FakeLauncher:
         )
         self.running: list[int] = []
         self.started: list[int] = []
+
+    def settle(self) -> None:
+        self.sweep.settle()
 
     def job(self, overrides: Sequence[str]) -> Job:
         known = self.sweep.find(overrides)

@@ -23,7 +23,8 @@ from rl.launchers.ray_launcher import RayLauncher, options, room, runs
 from rl.launchers.sweep import Sweep
 from rl.machine import cpus
 from tests.conftest import assert_same, episodes, final_state, launch, lines, train
-from tests.launchers.test_sweeps import QUICK, all_trained, only_sweep, start, states, wait_until
+from tests.launchers.test_sweeps import QUICK, all_trained, start, wait_until
+from tests.sweeps import only_sweep, states
 
 needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="ray is not installed: pip install -e '.[ray]'"

@@ -17,6 +17,7 @@ import pytest
 from rl.launchers.ledger import Job, Ledger
 from rl.launchers.sweep import Sweep
 from tests.conftest import ROOT, assert_same, episodes, final_state, launch, lines
+from tests.sweeps import only_sweep, states
 
 QUICK = (
     "algo=ppo",
@@ -34,16 +35,6 @@ LONG = (
     "eval.every=0",
     "checkpoint.every=1024",
 )
-
-
-def only_sweep(folder: Path) -> Sweep:
-    found = list(folder.glob("multirun/*/*"))
-    assert len(found) == 1, found
-    return Sweep(found[0])
-
-
-def states(sweep: Sweep) -> list[str]:
-    return [job.state for job in sweep.jobs().values()]
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 90) -> None:
