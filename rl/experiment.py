@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rl import checkpoint, evaluation, provenance, rundir
+from rl import checkpoint, evaluation, machine, provenance, rundir
 from rl.algos import Algorithm
 from rl.build import build_algorithm, device, warm_start
 from rl.config import Config
@@ -113,6 +113,7 @@ class Experiment:
     def _train(self) -> None:
         """Iterate; log, evaluate, checkpoint and heed signals between iterations, nowhere else."""
         total = self.config.run.total_timesteps
+        machine.keep_freed_memory()
         self.started = time.perf_counter()
         while True:
             if 0 < self.next_evaluation <= self.algo.env_steps < total:
