@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from rl.distributions import Distribution
 from rl.envs.normalization import ObsNormalizer
 from rl.networks.continuous import LOG_STD_MAX, LOG_STD_MIN
-from rl.networks.numpy_forward import Forward, numpy_forward
+from rl.networks.numpy_forward import Forward, numpy_forward, runs_in_numpy
 
 
 class ActorPolicy:
@@ -36,6 +36,7 @@ class ActorPolicy:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.actor = numpy_forward(actor, dtype=dtype)
+        self.in_numpy = runs_in_numpy(actor)
         self.std = None if logstd is None else logstd.detach().exp().cpu().numpy()
         self.distribution = distribution
         self.normalizer = copy.deepcopy(normalizer)
@@ -43,8 +44,13 @@ class ActorPolicy:
     def initial_state(self, num_envs: int) -> None:
         """Feed-forward: there is none."""
 
-    def sample(self, obs: np.ndarray, noise: np.ndarray) -> np.ndarray:
-        """Actions [N, …] for observations as the network takes them, drawn with `distribution.noise`."""
+    def sample(self, obs: Any, noise: np.ndarray) -> np.ndarray:
+        """Actions [N, …] for observations as the network takes them, drawn with `distribution.noise`.
+
+        Args:
+            obs: [N, …], an array; or, unless the network runs `in_numpy`, a tensor on its device.
+            noise: [N, K].
+        """
         return self.distribution.sample(self.actor(obs), noise, self.std)
 
     def __call__(

@@ -8,9 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from rl.algos import Context
 from rl.algos.ppo import policy_loss, value_loss
 from rl.distributions import Categorical, DiagonalGaussian
+from rl.envs.vector import Step
 from rl.errors import ConfigError, NonFiniteError
+from rl.rollout import Rollout
+from rl.seeding import Streams
 from tests.conftest import algorithm, configure
 
 PROBE = (
@@ -121,6 +125,20 @@ class TestValues:
 
 
 class TestRollout:
+    def test_networks_see_the_observations_of_the_rollout(self) -> None:
+        first = np.arange(6, dtype=np.uint8).reshape(2, 3)
+        rollout = Rollout(4, first, (), np.int64, torch.device("cpu"))
+        nobody = np.zeros(2, bool)
+        step = Step(first, np.zeros(2, np.float32), nobody, nobody, first, [])
+        rollout.add(0, step, first + 1, step.reward)
+        assert rollout.inputs[:2].tolist() == [first.tolist(), (first + 1).tolist()]
+        assert np.shares_memory(rollout.inputs.numpy(), rollout.obs), "on the CPU nothing is stored twice"
+        elsewhere = Rollout(4, first, (), np.int64, torch.device("meta"))
+        elsewhere.add(0, step, first + 1, step.reward)
+        assert elsewhere.inputs.device.type == "meta"
+        assert elsewhere.inputs.shape == elsewhere.obs.shape
+        assert elsewhere.obs[1].tolist() == (first + 1).tolist()
+
     def rollout(self, *overrides: str) -> tuple[Any, dict[str, torch.Tensor]]:
         ppo = algorithm(*overrides)
         ppo.iteration = 1
@@ -274,6 +292,19 @@ class TestPrecisionAndCompilation:
         plain.close()
         compiled.close()
         assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+    def test_what_a_cuda_graph_returns_outlives_the_next_replay(self) -> None:
+        # Without a CUDA device the kernels run as they are: the wrapper and its copies are what is tested.
+        context = Context(1, Streams(1), torch.device("cuda"), compile=True)
+        weight = torch.ones(3, requires_grad=True)
+        losses = context.compiled(lambda x: ((weight * x).sum(), x * 2))
+        (loss, first), (_, second) = losses(torch.ones(3)), losses(torch.full((3,), 5.0))
+        loss.backward()
+        assert weight.grad is not None
+        assert weight.grad.tolist() == [1, 1, 1]
+        assert first.tolist() == [2, 2, 2]
+        assert second.tolist() == [10, 10, 10]
+        assert context.compiled(lambda x: x.sum())(torch.ones(3)) == 3
 
 
 class TestSharedNetwork:

@@ -63,7 +63,7 @@ class TestSequences:
         batch, _ = algo.collect()  # type: ignore[attr-defined]
         for t in range(64):
             starts = batch["starts"][t : t + 1].numpy()
-            obs = batch["obs"][t : t + 1].numpy()
+            obs = batch["obs"][t : t + 1]
             _, values, state = algo._sequence(obs, state, starts)  # type: ignore[attr-defined]
             torch.testing.assert_close(values[0], batch["values"][t], rtol=0, atol=1e-5)
 

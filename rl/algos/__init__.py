@@ -7,6 +7,7 @@ not be restored exactly.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -44,6 +45,29 @@ class Context:
         import torch
 
         return torch.autocast(self.device.type, torch.bfloat16)
+
+    def compiled(self, losses: Callable[..., Any]) -> Callable[..., Any]:
+        """`losses`, a function of tensors to a tensor or a tuple of them, compiled where the run asks for it.
+
+        On a CUDA device its kernels, forward and backward, are replayed as CUDA graphs; what it returns is
+        copied, since the next replay overwrites it.
+        """
+        if not self.compile:
+            return losses
+        import torch
+
+        if self.device.type != "cuda":
+            return torch.compile(losses)
+        graph = torch.compile(losses, mode="reduce-overhead")
+
+        def replay(*arguments: Any) -> Any:
+            torch.compiler.cudagraph_mark_step_begin()
+            outputs = graph(*arguments)
+            if isinstance(outputs, torch.Tensor):
+                return outputs.clone()
+            return tuple(output.clone() for output in outputs)
+
+        return replay
 
 
 class Policy(Protocol):

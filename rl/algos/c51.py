@@ -116,7 +116,7 @@ class C51:
         )
         self.atoms = torch.linspace(config.v_min, config.v_max, config.n_atoms, device=context.device)
         self.logits = numpy_forward(self.q.network, live=True)
-        self.loss = torch.compile(self._loss) if context.compile else self._loss
+        self.loss = context.compiled(self._loss)
         self.warned = False
 
     @property

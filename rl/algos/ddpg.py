@@ -82,8 +82,8 @@ class DDPG:
         self.actor, self.critic = Learner(actor, config.learning_rate), Learner(critic, config.learning_rate)
         self.learners: dict[str, Learner[Any]] = {"actor": self.actor, "critic": self.critic}
         self.policy_mean = numpy_forward(actor.network, live=True)
-        compiled = torch.compile if context.compile else lambda function: function
-        self.critic_loss, self.actor_loss = compiled(self._critic_loss), compiled(self._actor_loss)
+        self.critic_loss = context.compiled(self._critic_loss)
+        self.actor_loss = context.compiled(self._actor_loss)
 
     @property
     def env_steps(self) -> int:

@@ -91,7 +91,7 @@ class DQN:
         head = nn.Linear(network.features(shape), self.num_actions)
         self.q = Learner(nn.Sequential(network.build(shape), head).to(context.device), config.learning_rate)
         self.values = numpy_forward(self.q.network, live=True)
-        self.loss = torch.compile(self._loss) if context.compile else self._loss
+        self.loss = context.compiled(self._loss)
 
     @property
     def env_steps(self) -> int:

@@ -162,7 +162,7 @@ class PPO:
         )
         self.action_rng = context.streams.generator("actions")
         self.minibatch_rng = context.streams.generator("minibatches")
-        self.losses = torch.compile(self._losses) if context.compile else self._losses
+        self.losses = context.compiled(self._losses)
 
         self.env_steps = 0
         self.iteration = 0
@@ -188,10 +188,11 @@ class PPO:
         actor = ActorPolicy(self.agent.actor, self.agent.logstd, self.distribution, dtype=self.context.dtype)
         noise = self.distribution.noise(self.action_rng, (self.config.num_steps, self.num_envs))
         shape, dtype = self.distribution.action_shape, self.distribution.action_dtype
-        rollout = Rollout(self.config.num_steps, self.obs, shape, dtype)
+        rollout = Rollout(self.config.num_steps, self.obs, shape, dtype, self.device)
+        inputs = rollout.obs if actor.in_numpy else rollout.inputs
         episodes: list[FinishedEpisode] = []
         for t in range(self.config.num_steps):
-            rollout.actions[t] = actor.sample(rollout.obs[t], noise[t])
+            rollout.actions[t] = actor.sample(inputs[t], noise[t])
             step = self.envs.step(rollout.actions[t])
             self.env_steps += self.num_envs
             rewards = step.reward
@@ -207,7 +208,7 @@ class PPO:
     def _batch(self, rollout: Rollout) -> dict[str, Tensor]:
         """The rollout as tensors [T·N, …] with log-probabilities, values, advantages and returns."""
         size = self.batch_size
-        obs = torch.from_numpy(rollout.obs).to(self.device).flatten(0, 1)
+        obs = rollout.inputs.flatten(0, 1)
         actions = torch.from_numpy(rollout.actions).to(self.device).flatten(0, 1)
         outputs, v = (torch.cat(parts) for parts in zip(*map(self._forward, obs.split(CHUNK)), strict=True))
         logprobs, _ = self.distribution.log_prob_and_entropy(outputs[:size], self.agent.logstd, actions)

@@ -85,13 +85,14 @@ class RecurrentPPO(PPO):
         steps = self.config.num_steps
         noise = self.distribution.noise(self.action_rng, (steps, self.num_envs))
         std = None if self.agent.logstd is None else self.agent.logstd.detach().exp().cpu().numpy()
-        rollout = Rollout(steps, self.obs, self.distribution.action_shape, self.distribution.action_dtype)
+        shape, dtype = self.distribution.action_shape, self.distribution.action_dtype
+        rollout = Rollout(steps, self.obs, shape, dtype, self.device)
         starts = np.empty((steps + 1, self.num_envs), bool)
-        first, cut_values = self.state, []
+        first, cut_values = self.state, [torch.empty(0, device=self.device)]
         episodes: list[FinishedEpisode] = []
         for t in range(steps):
             starts[t] = self.starts
-            outputs, _, self.state = self._sequence(rollout.obs[t : t + 1], self.state, starts[t : t + 1])
+            outputs, _, self.state = self._sequence(rollout.inputs[t : t + 1], self.state, starts[t : t + 1])
             rollout.actions[t] = self.distribution.sample(outputs[0].cpu().numpy(), noise[t], std)
             step = self.envs.step(rollout.actions[t])
             self.env_steps += self.num_envs
@@ -103,16 +104,17 @@ class RecurrentPPO(PPO):
                 following = self._normalize(step.next_obs[i : i + 1], update=False)
                 rollout.cut.append((t, i, following))
                 left = (self.state[0][:, i : i + 1], self.state[1][:, i : i + 1])
-                cut_values.append(self._sequence(following[None], left, np.zeros((1, 1), bool))[1].item())
+                successor = torch.from_numpy(following[None]).to(self.device)
+                cut_values.append(self._sequence(successor, left, np.zeros((1, 1), bool))[1][0])
             episodes += [FinishedEpisode(self.env_steps, *episode) for episode in step.episodes]
         self.obs, starts[steps] = rollout.obs[-1], self.starts
-        return self._sequences(rollout, first, starts, np.array(cut_values)), episodes
+        return self._sequences(rollout, first, starts, torch.cat(cut_values).cpu().numpy()), episodes
 
     def _sequences(
         self, rollout: Rollout, first: State, starts: np.ndarray, cut_values: np.ndarray
     ) -> dict[str, Tensor]:
         """The rollout as tensors [T, N, …], and the state h, c [layers, N, H] at its beginning."""
-        outputs, v, _ = self._sequence(rollout.obs, first, starts)
+        outputs, v, _ = self._sequence(rollout.inputs, first, starts)
         actions = torch.from_numpy(rollout.actions).to(self.device)
         logprobs, _ = self.distribution.log_prob_and_entropy(
             outputs[:-1].flatten(0, 1), self.agent.logstd, actions.flatten(0, 1)
@@ -120,7 +122,7 @@ class RecurrentPPO(PPO):
         values = v.cpu().numpy()
         advantages = self._advantages(rollout, values, cut_values)
         return {
-            "obs": torch.from_numpy(rollout.obs[:-1]).to(self.device),
+            "obs": rollout.inputs[:-1],
             "starts": torch.from_numpy(starts[:-1]).to(self.device),
             "h": first[0],
             "c": first[1],
@@ -152,11 +154,10 @@ class RecurrentPPO(PPO):
         return outputs[mb["active"]].float(), values[mb["active"]].float()
 
     @torch.no_grad()
-    def _sequence(self, obs: np.ndarray, state: State, starts: np.ndarray) -> tuple[Tensor, Tensor, State]:
+    def _sequence(self, obs: Tensor, state: State, starts: np.ndarray) -> tuple[Tensor, Tensor, State]:
         """Outputs [T, N, K], values [T, N] and the state after observations [T, N, …], without gradients."""
-        x, begin = torch.from_numpy(obs).to(self.device), torch.from_numpy(starts).to(self.device)
         with self.context.autocast():
-            outputs, values, state = self.agent(x, state, begin)
+            outputs, values, state = self.agent(obs, state, torch.from_numpy(starts).to(self.device))
         return outputs.float(), values.float(), state
 
     def policy(self) -> RecurrentPolicy:

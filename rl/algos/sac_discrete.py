@@ -119,8 +119,8 @@ class DiscreteSAC:
         self.log_alpha.grad = torch.zeros_like(self.log_alpha)
         self.alpha_optimizer = Adam(self.log_alpha, self.log_alpha.grad, config.q_lr, ADAM_EPS)
         self.logits = numpy_forward(actor, live=True)
-        compiled = torch.compile if context.compile else lambda function: function
-        self.critic_loss, self.actor_loss = compiled(self._critic_loss), compiled(self._actor_loss)
+        self.critic_loss = context.compiled(self._critic_loss)
+        self.actor_loss = context.compiled(self._actor_loss)
 
     @property
     def env_steps(self) -> int:

@@ -94,8 +94,8 @@ class TD3:
         self.learners: dict[str, Learner[Any]] = {"actor": self.actor, "critics": self.critics}
         self.policy_mean = numpy_forward(actor.network, live=True)
         self.rng = torch.Generator(context.device).manual_seed(context.streams.integer("updates") >> 1)
-        compiled = torch.compile if context.compile else lambda function: function
-        self.critic_loss, self.actor_loss = compiled(self._critic_loss), compiled(self._actor_loss)
+        self.critic_loss = context.compiled(self._critic_loss)
+        self.actor_loss = context.compiled(self._actor_loss)
 
     @property
     def env_steps(self) -> int:

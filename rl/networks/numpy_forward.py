@@ -24,7 +24,8 @@ _MOST_UNITS = 512
 
 
 def numpy_forward(network: nn.Sequential, live: bool = False, dtype: torch.dtype = torch.float32) -> Forward:
-    """A function from observations [N, …] to the outputs [N, K] of `network`.
+    """A function from observations [N, …] to the outputs [N, K] of `network`; where it goes through torch
+    (see `runs_in_numpy`), observations may also be a tensor on the network's device.
 
     The weights are copied: train the network and call this again. With `live` they are looked at where they
     are, so that a network that is trained in place between two steps acts with its newest weights.
@@ -33,18 +34,14 @@ def numpy_forward(network: nn.Sequential, live: bool = False, dtype: torch.dtype
         dtype: what a copy that goes through torch computes in; live weights are used as they are, since
             casting them for every step costs more than it saves.
     """
-    if live and next(network.parameters()).device.type != "cpu":
+    on_device = next(network.parameters()).device.type != "cpu"
+    if not runs_in_numpy(network) or (live and on_device):
         return _torch_forward(network, live, dtype)
-    steps: list[Forward] = []
-    for layer in network.modules():
-        if isinstance(layer, nn.Sequential):
-            continue
-        if isinstance(layer, nn.Linear) and layer.bias is not None and max(layer.weight.shape) <= _MOST_UNITS:
-            steps.append(_linear(layer, live))
-        elif type(layer) in _ACTIVATIONS:
-            steps.append(_ACTIVATIONS[type(layer)])
-        else:
-            return _torch_forward(network, live, dtype)
+    layers = [layer for layer in network.modules() if not isinstance(layer, nn.Sequential)]
+    steps: list[Forward] = [
+        _linear(layer, live) if isinstance(layer, nn.Linear) else _ACTIVATIONS[type(layer)]
+        for layer in layers
+    ]
 
     def forward(x: np.ndarray) -> np.ndarray:
         for step in steps:
@@ -52,6 +49,18 @@ def numpy_forward(network: nn.Sequential, live: bool = False, dtype: torch.dtype
         return x
 
     return forward
+
+
+def runs_in_numpy(network: nn.Sequential) -> bool:
+    """Whether `network` is a plain stack of small linear layers and activations."""
+    layers = (layer for layer in network.modules() if not isinstance(layer, nn.Sequential))
+    return all(
+        type(layer) in _ACTIVATIONS
+        or (
+            isinstance(layer, nn.Linear) and layer.bias is not None and max(layer.weight.shape) <= _MOST_UNITS
+        )
+        for layer in layers
+    )
 
 
 def _linear(layer: nn.Linear, live: bool) -> Forward:
