@@ -29,8 +29,9 @@ def main() -> None:
     )  # errors come to us whole: one line for the user's, a traceback for ours
     arguments = sys.argv[1:]
     with commandline.plain_errors(arguments):
-        sys.argv[1:] = commandline.prepare(arguments)
-        run()
+        sys.argv[1:], begun = commandline.prepare(arguments)
+        with begun:
+            run()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -38,12 +38,14 @@ from rl.schemas import flatten, nearest, plain, unknown_key
 
 # Mappings whose keys are the user's: overrides may add to them without Hydra's plus sign.
 OPEN = ("env.kwargs",)
+# Keys whose value is the path of something that is there.
+PATHS = ("resume", "warm_start")
 # Launchers whose jobs run on this machine: with them, a run without -m runs here, in this process.
 HERE = ("local", "basic")
 CONF = Path(__file__).resolve().parent.parent / "conf"
 
 
-def prepare(argv: list[str]) -> list[str]:
+def prepare(argv: list[str]) -> tuple[list[str], AbstractContextManager[Any]]:
     """Check a command line and choose where it writes.
 
     Args:
@@ -51,7 +53,8 @@ def prepare(argv: list[str]) -> list[str]:
 
     Returns:
         The arguments for Hydra: options first, then the overrides, with the run or sweep directory added.
-        That directory has been made, exclusively, unless the command only shows something.
+        That directory has been made, exclusively, unless the command only shows something. And the context
+        to hand them to Hydra in, which takes back what was written for a sweep that cannot begin.
 
     Raises:
         ConfigError: the command line is wrong; nothing was written.
@@ -76,7 +79,7 @@ def prepare(argv: list[str]) -> list[str]:
         or args.shell_completion
         or args.experimental_rerun
     ):
-        return [*options, *args.overrides]
+        return [*options, *args.overrides], nullcontext()
     with composer(args) as composed:
         parsed = OverridesParser.create().parse_overrides(args.overrides)
         sweeps = [str(override.input_line) for override in parsed if override.is_sweep_override()]
@@ -90,15 +93,19 @@ def prepare(argv: list[str]) -> list[str]:
                 f"{' '.join(args.overrides)}"
             )
         if not multirun:
-            return [*options, *args.overrides, *_prepare_run(cfg, args.overrides)]
-        _check_plugins(cfg)
+            return [*options, *args.overrides, *_prepare_run(cfg, args.overrides)], nullcontext()
+        foreign = _check_plugins(cfg)
         folder = sweep.folder if sweep is not None else _given_sweep(cfg, args.overrides)
         with machine.elsewhere(allocation(cfg)) if not here else nullcontext():
             _check_jobs(cfg, args.overrides, composed)
+        above = (
+            Path(cfg.hydra.sweep.dir).resolve() / f"{datetime.now():%Y-%m-%d}" if folder is None else folder
+        )
+        made = [path for path in (above, *above.parents) if not path.exists()]
         folder = folder or _dated(cfg.hydra.sweep.dir, "sweep")
-    folder.mkdir(parents=True, exist_ok=True)
-    Sweep(folder).write(args.overrides, options)
-    return [*options, *args.overrides, *_for_sweep(folder, parsed)]
+    earlier_words = sweep.first_arguments if sweep is not None else args.overrides
+    words = [*options, *args.overrides, *foreign, *_for_sweep(folder, parsed, earlier_words)]
+    return words, Sweep(folder).begun(args.overrides, options, made)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -116,12 +123,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def opened(overrides: list[str]) -> list[str]:
-    """The overrides, with those of open mappings marked as additions: `env.kwargs.gravity=9` becomes
-    `++env.kwargs.gravity=9`."""
-    return [
-        f"++{word}" if word.startswith(tuple(f"{key}{end}" for key in OPEN for end in ".=")) else word
-        for word in overrides
-    ]
+    """The overrides as Hydra takes them: those of open mappings marked as additions, `env.kwargs.gravity=9`
+    as `++env.kwargs.gravity=9`; and paths quoted where they have signs in them that mean something to Hydra,
+    as a job's has: `resume=multirun/…/0003_algo=ppo,seed=3`."""
+    words = []
+    for word in overrides:
+        key, _, value = word.partition("=")
+        if word.startswith(tuple(f"{key}{end}" for key in OPEN for end in ".=")):
+            word = f"++{word}"
+        elif key in PATHS and set(value) & set("=,") and Path(value).expanduser().exists():
+            word = f"{key}={quoted(value)}"
+        words.append(word)
+    return words
 
 
 @contextmanager
@@ -179,9 +192,10 @@ def _check_jobs(cfg: DictConfig, overrides: list[str], composed: Callable[[list[
             check_spaces(plan.config)
 
 
-def _check_plugins(cfg: DictConfig) -> None:
-    """Raise ConfigError where the launcher or sweeper is one of ours and has no such key, as when a template
-    for another one sets it."""
+def _check_plugins(cfg: DictConfig) -> list[str]:
+    """Overrides that take out what a template sets for another launcher than the chosen one. Raises
+    ConfigError where the launcher or sweeper is one of ours and has no such key."""
+    foreign: list[str] = []
     for kind in ("launcher", "sweeper"):
         node = cfg.hydra[kind]
         plugin = Plugins.instance().class_name_to_class.get(str(node._target_))
@@ -189,19 +203,30 @@ def _check_plugins(cfg: DictConfig) -> None:
             continue
         known = list(inspect.signature(plugin).parameters)
         for key in map(str, node):
-            if key not in ("_target_", *known):
-                name = cfg.hydra.runtime.choices[f"hydra/{kind}"]
+            if key in ("_target_", *known):
+                continue
+            name = cfg.hydra.runtime.choices[f"hydra/{kind}"]
+            if kind == "launcher" and _owners(kind, key):
+                foreign.append(f"~hydra.{kind}.{key}")
+            else:
                 raise ConfigError(
                     f"hydra.{kind}.{key}: hydra/{kind}={name} has no such key{nearest(key, known)}; "
                     f"it has {', '.join(known)}"
                 )
+    return foreign
 
 
-def _for_sweep(folder: Path, parsed: list[Override]) -> list[str]:
+def _for_sweep(folder: Path, parsed: list[Override], first: list[str]) -> list[str]:
     """What Hydra has to know of a sweep: its folder, and that what all jobs share stays out of their folders'
-    names."""
+    names. In a sweep that began with the overrides `first`, what a later command set to another value is not
+    shared by all, unless a resumed run may change it."""
     swept = {o.key_or_group for o in parsed if o.is_sweep_override()}
-    steady = sorted({str(o.key_or_group) for o in parsed} - swept)
+    added = {
+        o.key_or_group
+        for o in parsed
+        if str(o.input_line) not in first and str(o.key_or_group).split(".")[0] not in resume.MUTABLE
+    }
+    steady = sorted({str(o.key_or_group) for o in parsed} - swept - added)
     return [
         "hydra.mode=MULTIRUN",
         f"hydra.sweep.dir={quoted(str(folder))}",
@@ -308,11 +333,28 @@ def message(error: Exception, argv: list[str]) -> str:
     missing = re.search(r"Could not override '([^']*)'", chain)
     if missing:
         key = missing[1].lstrip("+").split("@")[0]
-        return unknown_key(key, known_keys)
+        if key in ("multirun", "sweep_dir"):
+            return f"unknown key {key}; a sweep is continued with resume=<its folder>"
+        return _of_another_plugin(key) or unknown_key(key, known_keys)
     typed = next((cause for cause in causes if isinstance(cause, OmegaConfBaseException)), None)
     if isinstance(error, ConfigCompositionException | OmegaConfBaseException) and typed is not None:
         return plain(typed, known=known_keys)
     return first
+
+
+def _of_another_plugin(key: str) -> str | None:
+    """One line for a key of a launcher or sweeper that was not chosen; None for other keys."""
+    _, kind, name, *_ = [*key.split("."), "", ""]
+    owners = _owners(kind, name) if key.startswith(("hydra.launcher.", "hydra.sweeper.")) else []
+    if not owners:
+        return None
+    return f"{key}: a key of hydra/{kind}={owners[0]}, which is not chosen; add hydra/{kind}={owners[0]}"
+
+
+def _owners(kind: str, key: str) -> list[str]:
+    """Our launchers or sweepers that have this key."""
+    files = sorted((CONF / "hydra" / kind).glob("*.yaml"))
+    return [file.stem for file in files if key in OmegaConf.load(file)]
 
 
 def _known_keys(argv: list[str]) -> dict[str, Any]:

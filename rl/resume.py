@@ -80,10 +80,10 @@ def locate(path: str, key: str = "resume") -> tuple[Path | None, Path]:
         ConfigError: nothing is there, or nothing that can be loaded.
     """
     given = Path(path).expanduser().resolve()
+    what = "run, checkpoint or sweep" if key == "resume" else "run or checkpoint"
     if not given.exists():
         raise ConfigError(
-            f"{key}={path}: there is no such run or checkpoint; `rl show` on a folder below runs/ lists "
-            f"what is there"
+            f"{key}={path}: there is no such {what}; `rl show` on a folder below runs/ lists what is there"
         )
     if (given / "manifest.json").exists():
         try:
@@ -97,8 +97,8 @@ def locate(path: str, key: str = "resume") -> tuple[Path | None, Path]:
     newest = checkpoint.newest(given / "checkpoints")
     if newest is None:
         raise ConfigError(
-            f"{key}={path}: no usable checkpoint below {given / 'checkpoints'}; name a run directory "
-            f"that has one"
+            f"{key}={path}: no usable checkpoint below {given / 'checkpoints'}; name a run directory that "
+            f"has one{', or the folder of a sweep, which has a sweep.json' if key == 'resume' else ''}"
         )
     return given, newest
 

@@ -230,6 +230,31 @@ class RandomWalk(Probe):
         return float(self.place[0]) / 3.0, bool(self.np_random.random() < 0.05), False
 
 
+class Catch(Probe):
+    """Catch of bsuite (Osband et al. 2020) in pixels: a ball falls down a picture of 10x5 squares; +1 where
+    the paddle stands under it at the bottom, −1 elsewhere. The actions are left, stay, right."""
+
+    observation_space = spaces.Box(0, 255, (1, 40, 40), np.uint8)
+    action_space = spaces.Discrete(3)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        gym.Env.reset(self, seed=seed)
+        self.ball, self.paddle = int(self.np_random.integers(5)), 2
+        return super().reset()
+
+    def observe(self) -> np.ndarray:
+        squares = np.zeros((10, 5), np.uint8)
+        squares[9, self.paddle], squares[self.steps, self.ball] = 128, 255
+        return squares.repeat(4, 0).repeat(8, 1)[None]
+
+    def outcome(self, action: Any) -> tuple[float, bool, bool]:
+        self.paddle = min(4, max(0, self.paddle + int(action) - 1))
+        landed = self.steps == 9
+        return (1.0 if self.paddle == self.ball else -1.0) if landed else 0.0, landed, False
+
+
 class OwnGenerator(Probe):
     """Draws from a generator of its own that `reset` does not seed: no replay brings an episode back."""
 
@@ -340,6 +365,7 @@ for _probe in (
     DictActions,
     IntegerObs,
     RandomWalk,
+    Catch,
     OwnGenerator,
     NoGenerator,
     RaisesAfter,

@@ -256,19 +256,28 @@ class TestCluster:
 
 
 class TestAnotherLauncherOrSweeper:
+    def test_the_launcher_takes_none_of_what_the_template_sets_for_its_own(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        arguments, _ = commandline.prepare(["multirun_templates=slurm_array", "hydra/launcher=local"])
+        assert "~hydra.launcher.timeout_min" in arguments
+
     @pytest.mark.parametrize(
         ("words", "key"),
         [
-            (("multirun_templates=slurm_array", "hydra/launcher=local"), "hydra.launcher.timeout_min"),
-            (("multirun_templates=optuna_ppo", "hydra/sweeper=grid"), "hydra.sweeper.direction"),
+            (["multirun_templates=optuna_ppo", "hydra/sweeper=grid"], "hydra.sweeper.direction"),
+            (["multirun_templates=mine", "hydra/launcher=local"], "hydra.launcher.partitoin"),
         ],
     )
-    def test_than_the_template_sets_keys_of_is_refused(
-        self, words: tuple[str, ...], key: str, tmp_path: Path
-    ) -> None:
-        done = launch(*words, cwd=tmp_path)
-        assert done.returncode == 2 and not list(tmp_path.iterdir())
-        assert done.stderr.startswith(f"{key}: {words[1]} has no such key; it has "), done.stderr
+    def test_a_key_that_it_cannot_have_is_refused(self, words: list[str], key: str, tmp_path: Path) -> None:
+        (tmp_path / "multirun_templates").mkdir()
+        (tmp_path / "multirun_templates" / "mine.yaml").write_text(
+            "# @package _global_\nhydra:\n  mode: MULTIRUN\n  launcher:\n    partitoin: cpu\n"
+        )
+        done = launch("--config-dir", str(tmp_path), *words, cwd=tmp_path)
+        assert done.returncode == 2
+        assert done.stderr.startswith(f"{key}: {words[1]} has no such key"), done.stderr
 
 
 class TestSearchPath:

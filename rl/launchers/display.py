@@ -140,7 +140,8 @@ def whole_table(heads: Sequence[str], rows: Sequence[Sequence[Any]], fold: str |
     for row in rows:
         table.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
     console = Console()
-    console.width = max(console.width, console.measure(table).minimum)
+    unbounded = console.options.update(width=10_000)
+    console.width = max(console.width, console.measure(table, options=unbounded).minimum)
     with console.capture() as capture:
         console.print(table)
     return capture.get().rstrip("\n")

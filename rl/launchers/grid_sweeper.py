@@ -15,6 +15,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from rl.launchers.display import table
+from rl.launchers.sweep import Sweep
 from rl.launchers.sweep_launcher import SweepLauncher
 
 
@@ -48,7 +49,9 @@ class GridSweeper(Sweeper):
         if isinstance(self.launcher, SweepLauncher) and self.launcher.waits:
             print(table(self.launcher.sweep), end="")
         if any(result.status == JobStatus.FAILED for result in results):
-            print(f"not every job is complete; go on with: python launch.py resume={folder}")
+            failed = any(job.state == "failed" for job in Sweep(folder).jobs().values())
+            again = " (retry_failed=true runs those that failed again)" if failed else ""
+            print(f"not every job is complete; go on with: python launch.py resume={folder}{again}")
             raise SystemExit(1)
         return [results]
 

@@ -98,6 +98,11 @@ class Ledger:
         self.sweep = sweep
         self.path = sweep / "ledger.jsonl"
 
+    @property
+    def size(self) -> int:
+        """Bytes written so far: the same as before where nothing was noted in between."""
+        return self.path.stat().st_size if self.path.exists() else 0
+
     def append(self, job: int, state: State, *, only_if: Job | None = None, **facts: Any) -> bool:
         """Note that `job` is now in `state`; with `only_if`, only where it still stands as that says.
 

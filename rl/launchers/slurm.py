@@ -124,6 +124,8 @@ class SlurmLauncher(SweepLauncher):
                     f"hydra/launcher=slurm: no {program} on PATH; run it on a login node of the cluster, or "
                     "use hydra/launcher=local"
                 )
+        if config.fail_fast and not self.waits:
+            print("fail_fast=true: nobody waits for jobs left to Slurm; hydra.launcher.wait=true would")
         if "%" in str(self.sweep.folder):
             raise ConfigError(
                 f"hydra.sweep.dir={self.sweep.folder}: Slurm replaces what follows a %; use a path without"
@@ -219,7 +221,11 @@ class SlurmLauncher(SweepLauncher):
             with redirect_stderr(io.StringIO()):  # where submitit prints what its error says
                 submitted = executor.map_array(supervise, folders, numbers, last)
         except (FailedJobError, FailedSubmissionError) as error:
-            raise ConfigError(f"hydra/launcher=slurm: sbatch refuses: {one_line(error)}") from None
+            raise ConfigError(
+                f"hydra/launcher=slurm: sbatch refuses: {one_line(error)}; with the hydra.launcher.* key "
+                "changed that it names (partition, additional_parameters, …) the same jobs are submitted by: "
+                f"python launch.py resume={shlex.quote(str(self.sweep.folder))}"
+            ) from None
         for job, handle in zip(jobs, submitted, strict=True):
             self._queue.add(handle.job_id)
             self.sweep.ledger.append(job.number, "submitted", slurm_job=handle.job_id, error=None)

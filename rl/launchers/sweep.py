@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+import shutil
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from functools import cached_property
 from pathlib import Path
@@ -66,14 +68,50 @@ class Sweep:
             record["earlier"] = [*before.pop("earlier"), before]
         rundir.replace_text(self.folder / "sweep.json", json.dumps(record, indent=2) + "\n")
 
+    @contextmanager
+    def begun(
+        self, arguments: Sequence[str], options: Sequence[str], made: Sequence[Path] = ()
+    ) -> Iterator[None]:
+        """A block that begins what was asked for. Where it ends in an error before anything has happened to a
+        job, the folder is as it was before.
+
+        Args:
+            arguments, options: as for `write`.
+            made: folders above a new one that were not there before, innermost first.
+        """
+        new = not self.folder.exists() or not any(self.folder.iterdir())
+        sweep_file, events = self.folder / "sweep.json", self.ledger.size
+        before = sweep_file.read_text() if sweep_file.exists() else None
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.write(arguments, options)
+        try:
+            yield
+        except BaseException:
+            if self.ledger.size == events:
+                if new:
+                    shutil.rmtree(self.folder)
+                elif before is not None:
+                    rundir.replace_text(sweep_file, before)
+                else:
+                    sweep_file.unlink()
+                for path in made:
+                    with suppress(OSError):  # another command has put something there
+                        path.rmdir()
+            raise
+
     def continued(self, given: Sequence[str]) -> tuple[list[str], list[str]]:
         """Overrides and options of the command that goes on with this sweep: those of its last command, with
-        `given` in place of what they name."""
+        `given` in place of what they name. Another launcher or sweeper takes none of the former's
+        settings."""
         record = self.record
         new = {key_of(word) for word in given}
-        return [word for word in record["arguments"] if key_of(word) not in new] + list(given), record[
-            "options"
+        replaced = tuple(f"hydra.{kind}." for kind in ("launcher", "sweeper") if f"hydra/{kind}" in new)
+        kept = [
+            word
+            for word in record["arguments"]
+            if word not in given and not (key_of(word) in new or key_of(word).startswith(replaced))
         ]
+        return [*kept, *given], record["options"]
 
     # --- jobs -------------------------------------------------------------------------------------
 
@@ -98,6 +136,22 @@ class Sweep:
         asked = any(job.slurm_job and job.state != "completed" for job in jobs)
         return slurm.settle(self) if asked else {}
 
+    def changed_code(self) -> str | None:
+        """A line where jobs were frozen with other code, or another conf/, than there is now; None where none
+        was."""
+        now = self._code
+        old = [job for job in self.jobs().values() if job.code and job.code != now]
+        left = [job.number for job in old if job.state != "completed"]
+        if not old:
+            return None
+        what = (
+            "; those that are left train what they were frozen with, in the code as it is now" if left else ""
+        )
+        return (
+            f"warning: the working tree is not what it was when {len(old)} of the jobs were frozen (commit "
+            f"{str(old[0].code.get('commit'))[:12]}){what}; jobs that are new get what conf/ has now"
+        )
+
     def find(self, overrides: Sequence[str], hashed: str | None = None) -> Job | None:
         """The job with these overrides in any order, or else with this configuration; None where there is
         none."""
@@ -111,7 +165,8 @@ class Sweep:
         """The job that `cfg` describes: the one that is there already, or a new one in a folder of its own.
 
         One that differs only in keys that a resumed run may change, none of which is swept, is there already
-        too: it is frozen anew, unless it is complete and has no more steps to train.
+        too: it is frozen anew, unless it is complete and has no more steps to train, or has failed and is not
+        to be retried.
 
         Args:
             cfg: the composed configuration with Hydra's node; its `hydra.job.num` is set here.
@@ -128,6 +183,8 @@ class Sweep:
         if known is not None:
             return known
         earlier = self._changeable(overrides, identity, shared)
+        if earlier is not None and earlier.state == "failed" and not task.retry_failed:
+            return earlier
         if earlier is not None and earlier.state == "completed":
             trained = OmegaConf.load(earlier.path / "job.yaml").total_timesteps
             if resolved["total_timesteps"] <= trained:
@@ -157,6 +214,13 @@ class Sweep:
             code=self._code,
         )
         return self.jobs()[number]
+
+    @property
+    def first_arguments(self) -> list[str]:
+        """The overrides of the command that began the sweep."""
+        record = self.record
+        first: list[str] = [*record["earlier"], record][0]["arguments"]
+        return first
 
     def _changeable(self, overrides: Sequence[str], identity: str, shared: Collection[str]) -> Job | None:
         """The one job that trains the same but for keys that a resumed run may change; None where such a key

@@ -43,6 +43,9 @@ class SweepLauncher(Launcher):
         """Take what Hydra offers; the task function is not used, a job's process has its own."""
         self.context, self.config = hydra_context, config
         self.sweep = Sweep(Path(str(config.hydra.sweep.dir)))
+        changed = self.sweep.changed_code()
+        if changed is not None:
+            print(changed, flush=True)
 
     # --- what a launcher defines ------------------------------------------------------------------
 
@@ -80,10 +83,14 @@ class SweepLauncher(Launcher):
         self.settle()
         jobs = [self.job(overrides) for overrides in job_overrides]
         numbers = [job.number for job in jobs]
+        due = {job.number: job for job in jobs if self.is_due(job)}  # the same values twice are one job
+        others = {job.number for job in jobs if job.state == "running"}
+        if others:
+            print(f"{len(others)} of the jobs are run by another command; see: rl status {self.sweep.folder}")
         try:
-            self.start([job for job in jobs if self.is_due(job)])
+            self.start(list(due.values()))
             if self.waits:
-                self.follow(numbers)
+                self.follow(list(dict.fromkeys(numbers)))
         finally:
             self.close()
         current = self.sweep.jobs()

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from rl.launchers import frozen_job, standings
+from rl.launchers.display import whole_table
 from rl.launchers.ledger import Ledger
 from rl.launchers.results import Row, assigned, columns, objectives, text
 from rl.launchers.sweep import Sweep
@@ -410,3 +411,13 @@ class TestCollect:
     )  # fmt: skip
     def test_keys_and_values_of_overrides(self, override: str, expected: tuple[str, str]) -> None:
         assert assigned(override) == expected
+
+
+def test_no_cell_of_a_table_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    heads = ["job", "what", "state", "attempt", "step", "return", "node"]
+    row = ["3", "algo=ppo,seed=3", "completed", "12", "187,392/400,000", "1,234.5", "a-node-of-the-cluster"]
+    drawn = whole_table(heads, [row], fold="what").splitlines()
+    for head, cell in zip(heads, row, strict=True):
+        assert head in drawn[0]
+        assert head == "what" or cell in drawn[1]

@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from rl.launchers.ledger import Job, Ledger
-from rl.launchers.sweep import Sweep
+from rl.launchers.sweep import Sweep, code_version
 from tests.conftest import ROOT, assert_same, episodes, final_state, launch, lines
-from tests.sweeps import only_sweep, states
+from tests.sweeps import history, only_sweep, states
 
 QUICK = (
     "algo=ppo",
@@ -111,6 +111,66 @@ class TestSweep:
         assert after[2].folder == "0002_seed=3" and after[2].state == "completed"
         assert launch(f"resume={sweep.folder}", cwd=tmp_path).returncode == 0
         assert sweep.jobs() == after
+        # What the first command did not set is in the names of the jobs that have it.
+        assert launch(f"resume={sweep.folder}", "algo.gamma=0.9", "seed=1", cwd=tmp_path).returncode == 0
+        assert sweep.jobs()[3].folder == "0003_algo.gamma=0.9,seed=1"
+
+    def test_the_same_value_twice_is_one_job(self, tmp_path: Path) -> None:
+        done = launch("-m", *QUICK, "algo.gamma=0.9,0.90", "hydra.launcher.n_jobs=2", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        sweep = only_sweep(tmp_path)
+        assert history(sweep) == ["pending", "running", "completed"]
+        assert len(sweep.jobs()) == 1
+        # Its folder has signs in its name that mean something to Hydra; it is taken as it is printed.
+        done = launch(f"resume={sweep.jobs()[0].path}", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert "is complete at step 2,048" in done.stdout
+
+    def test_another_launcher_takes_none_of_the_settings(self, tmp_path: Path) -> None:
+        sweep = Sweep(tmp_path)
+        sweep.write(
+            ["seed=1,2", "hydra/launcher=slurm", "hydra.launcher.partition=cpu", "fail_fast=true"], []
+        )
+        words, _ = sweep.continued(["hydra/launcher=local"])
+        assert words == ["seed=1,2", "fail_fast=true", "hydra/launcher=local"]
+
+    @pytest.mark.parametrize(
+        ("words", "says"),
+        [
+            (["hydra.launcher.n_jobs=two", "seed=1,2"], "hydra.launcher.n_jobs=two: must be at least 1"),
+            (["hydra/sweeper=optuna"], "hydra.sweeper.params: nothing to search"),
+            (
+                ["hydra/sweeper=optuna", "algo.gama=interval(0.9,1)"],
+                "unknown key algo.gama; did you mean algo",
+            ),
+            (["hydra.launcher.partition=cpu"], "hydra.launcher.partition: a key of hydra/launcher=slurm"),
+        ],
+    )
+    def test_a_mistake_leaves_nothing_behind(self, words: list[str], says: str, tmp_path: Path) -> None:
+        done = launch("-m", *QUICK, *words, cwd=tmp_path)
+        assert done.returncode == 2
+        assert says in done.stderr, done.stderr
+        assert not list(tmp_path.iterdir())
+
+    def test_a_mistake_leaves_a_sweep_as_it_was(self, tmp_path: Path) -> None:
+        assert launch("-m", *QUICK, "seed=1", cwd=tmp_path).returncode == 0
+        sweep = only_sweep(tmp_path)
+        before = (sweep.folder / "sweep.json").read_text()
+        done = launch(f"resume={sweep.folder}", "hydra.launcher.n_jobs=two", cwd=tmp_path)
+        assert done.returncode == 2
+        assert (sweep.folder / "sweep.json").read_text() == before
+
+    def test_changed_code_is_said_at_the_start(self, tmp_path: Path) -> None:
+        sweep = Sweep(tmp_path)
+        assert sweep.changed_code() is None
+        now, _ = code_version()
+        sweep.ledger.append(0, "completed", folder="0000", overrides=[], code=now)
+        assert sweep.changed_code() is None
+        sweep.ledger.append(1, "preempted", folder="0001", overrides=[], code={**now, "diff": "other"})
+        line = sweep.changed_code()
+        assert line is not None
+        assert "not what it was when 1 of the jobs were frozen" in line
+        assert "what they were frozen with" in line
 
     def test_more_steps_train_the_same_jobs_on(self, tmp_path: Path) -> None:
         arguments = (*QUICK, "algo.anneal_lr=false", "seed=1,2")
@@ -170,8 +230,12 @@ class TestSweep:
                 assert "Traceback" in (job.path / "output.txt").read_text()
                 assert "RuntimeError: the pole broke" in done.stderr
         # Failed ones are retried on request only.
-        assert launch(f"resume={sweep.folder}", cwd=tmp_path, env=env).returncode == 1
-        assert max(job.attempt for job in sweep.jobs().values()) == 1
+        done = launch(f"resume={sweep.folder}", "total_timesteps=4096", cwd=tmp_path, env=env)
+        assert done.returncode == 1
+        assert "retry_failed=true" in done.stdout
+        attempts = {state: {job.attempt for job in sweep.jobs().values() if job.state == state}
+                    for state in states(sweep)}  # fmt: skip
+        assert attempts == {"completed": {2}, "failed": {1}}
         (tmp_path / "fragile.py").write_text(
             (tmp_path / "fragile.py").read_text().replace("> 100", "> 10**9")
         )
