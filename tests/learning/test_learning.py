@@ -53,3 +53,24 @@ def test_values_learn_cartpole(recipe: str, tmp_path: Path) -> None:
 def test_actors_learn_pendulum(overrides: tuple[str, ...], tmp_path: Path) -> None:
     outcome = train(tmp_path, *overrides, *PENDULUM, "eval.every=0")
     assert outcome.objective is not None and outcome.objective >= -300
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_pixels_are_learnt_in_either_precision(precision: str, tmp_path: Path) -> None:
+    # Over seeds 1 to 5 the last 100 episodes gave 0.96 in fp32 and 0.93 in bf16, the first 100 −0.64 in both.
+    train(
+        tmp_path,
+        "algo=ppo",
+        "network=nature_cnn",
+        "env.id=tests.probes:Catch-v0",
+        "env.num_envs=8",
+        "algo.learning_rate=1e-3",
+        "total_timesteps=30000",
+        "seed=2",
+        "eval.every=0",
+        f"precision={precision}",
+    )
+    rows = list(csv.DictReader((tmp_path / "episodes.csv").read_text().splitlines()))
+    returns = [float(row["return"]) for row in rows]
+    assert sum(returns[:100]) / 100 < 0
+    assert sum(returns[-100:]) / 100 >= 0.9
