@@ -21,7 +21,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
-from rl import rundir
+from rl import rundir, standing
 
 LAST = 100  # training episodes in a run's figure
 PAGE = Path(__file__).with_name("returns.md")
@@ -62,18 +62,12 @@ def completed_runs(folders: list[Path]) -> list[Run]:
         if record["status"] != "completed":
             continue
         recipe = OmegaConf.load(file.parent / ".hydra" / "hydra.yaml").hydra.runtime.choices.algo
-        episodes, evaluated = (returns(file.parent / f"{name}.csv") for name in ("episodes", "evaluations"))
-        evaluations = np.array(
-            [(step, evaluated[evaluated[:, 0] == step, 1].mean()) for step in np.unique(evaluated[:, 0])]
-        )
+        rows = csv.DictReader((file.parent / "episodes.csv").read_text().splitlines())
+        episodes = np.array([(float(row["env_steps"]), float(row["return"])) for row in rows])
+        evaluated = standing.evaluations(file.parent).items()
+        evaluations = np.array([(step, statistics.mean(returns)) for step, returns in evaluated])
         runs.append(Run(recipe, record["env_id"], record["seed"], episodes, evaluations, record))
     return sorted(runs, key=lambda run: run[:3])
-
-
-def returns(file: Path) -> np.ndarray:
-    """[E, 2]: env steps and return of each row of a run's CSV file of episodes."""
-    rows = csv.DictReader(file.read_text().splitlines())
-    return np.array([(float(row["env_steps"]), float(row["return"])) for row in rows])
 
 
 def grouped(runs: list[Run]) -> dict[tuple[str, str], list[Run]]:

@@ -95,16 +95,11 @@ def prepare(argv: list[str]) -> tuple[list[str], AbstractContextManager[Any]]:
         if not multirun:
             return [*options, *args.overrides, *_prepare_run(cfg, args.overrides)], nullcontext()
         foreign = _check_plugins(cfg)
-        folder = sweep.folder if sweep is not None else _given_sweep(cfg, args.overrides)
         with machine.elsewhere(allocation(cfg)) if not here else nullcontext():
             _check_jobs(cfg, args.overrides, composed)
-        above = (
-            Path(cfg.hydra.sweep.dir).resolve() / f"{datetime.now():%Y-%m-%d}" if folder is None else folder
-        )
-        made = [path for path in (above, *above.parents) if not path.exists()]
-        folder = folder or _dated(cfg.hydra.sweep.dir, "sweep")
-    earlier_words = sweep.first_arguments if sweep is not None else args.overrides
-    words = [*options, *args.overrides, *foreign, *_for_sweep(folder, parsed, earlier_words)]
+        first = sweep.first_arguments if sweep is not None else args.overrides
+        folder, made = (sweep.folder, []) if sweep is not None else _new_sweep(cfg, args.overrides)
+    words = [*options, *args.overrides, *foreign, *_for_sweep(folder, parsed, first)]
     return words, Sweep(folder).begun(args.overrides, options, made)
 
 
@@ -129,7 +124,7 @@ def opened(overrides: list[str]) -> list[str]:
     words = []
     for word in overrides:
         key, _, value = word.partition("=")
-        if word.startswith(tuple(f"{key}{end}" for key in OPEN for end in ".=")):
+        if word.startswith(tuple(f"{mapping}{end}" for mapping in OPEN for end in ".=")):
             word = f"++{word}"
         elif key in PATHS and set(value) & set("=,") and Path(value).expanduser().exists():
             word = f"{key}={quoted(value)}"
@@ -178,8 +173,14 @@ def sweep_to_continue(overrides: list[str]) -> Sweep | None:
     return Sweep(folder) if folder is not None and is_sweep(folder) else None
 
 
-def _given_sweep(cfg: DictConfig, overrides: list[str]) -> Path | None:
-    return Path(cfg.hydra.sweep.dir).resolve() if _given("hydra.sweep.dir", overrides) else None
+def _new_sweep(cfg: DictConfig, overrides: list[str]) -> tuple[Path, list[Path]]:
+    """The folder of a new sweep, and those above it that are there for it alone, innermost first."""
+    root = Path(cfg.hydra.sweep.dir).resolve()
+    missing = [path for path in (root, *root.parents) if not path.exists()]
+    if _given("hydra.sweep.dir", overrides):
+        return root, missing[1:]
+    folder = _dated(str(root), "sweep")
+    return folder, [folder.parent, *missing]
 
 
 def _check_jobs(cfg: DictConfig, overrides: list[str], composed: Callable[[list[str]], DictConfig]) -> None:
@@ -344,11 +345,12 @@ def message(error: Exception, argv: list[str]) -> str:
 
 def _of_another_plugin(key: str) -> str | None:
     """One line for a key of a launcher or sweeper that was not chosen; None for other keys."""
-    _, kind, name, *_ = [*key.split("."), "", ""]
-    owners = _owners(kind, name) if key.startswith(("hydra.launcher.", "hydra.sweeper.")) else []
-    if not owners:
+    named = re.match(r"hydra\.(launcher|sweeper)\.([^.]+)", key)
+    owners = _owners(*named.groups()) if named else []
+    if named is None or not owners:
         return None
-    return f"{key}: a key of hydra/{kind}={owners[0]}, which is not chosen; add hydra/{kind}={owners[0]}"
+    owner = f"hydra/{named[1]}={owners[0]}"
+    return f"{key}: a key of {owner}, which is not chosen; add {owner}"
 
 
 def _owners(kind: str, key: str) -> list[str]:

@@ -277,7 +277,9 @@ class TestAnotherLauncherOrSweeper:
         )
         done = launch("--config-dir", str(tmp_path), *words, cwd=tmp_path)
         assert done.returncode == 2
+        assert [path.name for path in tmp_path.iterdir()] == ["multirun_templates"]
         assert done.stderr.startswith(f"{key}: {words[1]} has no such key"), done.stderr
+        assert "; it has " in done.stderr
 
 
 class TestSearchPath:

@@ -113,6 +113,13 @@ class Sweep:
         ]
         return [*kept, *given], record["options"]
 
+    @property
+    def first_arguments(self) -> list[str]:
+        """The overrides of the command that began the sweep."""
+        record = self.record
+        first: list[str] = [*record["earlier"], record][0]["arguments"]
+        return first
+
     # --- jobs -------------------------------------------------------------------------------------
 
     def jobs(self) -> dict[int, Job]:
@@ -139,11 +146,11 @@ class Sweep:
     def changed_code(self) -> str | None:
         """A line where jobs were frozen with other code, or another conf/, than there is now; None where none
         was."""
-        now = self._code
-        old = [job for job in self.jobs().values() if job.code and job.code != now]
-        left = [job.number for job in old if job.state != "completed"]
+        frozen = [job for job in self.jobs().values() if job.code]
+        old = [job for job in frozen if job.code != self._version[0]]
         if not old:
             return None
+        left = any(job.state != "completed" for job in old)
         what = (
             "; those that are left train what they were frozen with, in the code as it is now" if left else ""
         )
@@ -211,16 +218,9 @@ class Sweep:
             overrides=own(overrides),
             config_hash=hashed,
             identity=identity,
-            code=self._code,
+            code=self._keep_code(),
         )
         return self.jobs()[number]
-
-    @property
-    def first_arguments(self) -> list[str]:
-        """The overrides of the command that began the sweep."""
-        record = self.record
-        first: list[str] = [*record["earlier"], record][0]["arguments"]
-        return first
 
     def _changeable(self, overrides: Sequence[str], identity: str, shared: Collection[str]) -> Job | None:
         """The one job that trains the same but for keys that a resumed run may change; None where such a key
@@ -235,9 +235,13 @@ class Sweep:
         return max([-1, *self.jobs(), *(int(name) for name in folders if name.isdigit())]) + 1
 
     @cached_property
-    def _code(self) -> dict[str, Any]:
+    def _version(self) -> tuple[dict[str, Any], str]:
+        """`code_version` as this command found it."""
+        return code_version()
+
+    def _keep_code(self) -> dict[str, Any]:
         """The commit and the hash of the changes beyond it, which are kept in a file once."""
-        code, changes = code_version()
+        code, changes = self._version
         path = self.folder / f"code_{str(code['diff'])[:8]}.diff"
         if changes and not path.exists():
             rundir.replace_text(path, changes)

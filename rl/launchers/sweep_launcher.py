@@ -82,19 +82,18 @@ class SweepLauncher(Launcher):
         """Run the jobs of these overrides, those that are complete from before excepted; how each ended."""
         self.settle()
         jobs = [self.job(overrides) for overrides in job_overrides]
-        numbers = [job.number for job in jobs]
-        due = {job.number: job for job in jobs if self.is_due(job)}  # the same values twice are one job
-        others = {job.number for job in jobs if job.state == "running"}
+        distinct = {job.number: job for job in jobs}  # the same values twice are one job
+        others = sum(job.state == "running" for job in distinct.values())
         if others:
-            print(f"{len(others)} of the jobs are run by another command; see: rl status {self.sweep.folder}")
+            print(f"{others} of the jobs are run by another command; see: rl status {self.sweep.folder}")
         try:
-            self.start(list(due.values()))
+            self.start([job for job in distinct.values() if self.is_due(job)])
             if self.waits:
-                self.follow(list(dict.fromkeys(numbers)))
+                self.follow(list(distinct))
         finally:
             self.close()
         current = self.sweep.jobs()
-        return [outcome(current[number]) for number in numbers]
+        return [outcome(current[job.number]) for job in jobs]
 
     def job(self, overrides: Sequence[str]) -> Job:
         """The frozen job of these overrides: that of an earlier command for this sweep, or a new one."""

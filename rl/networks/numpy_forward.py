@@ -37,10 +37,9 @@ def numpy_forward(network: nn.Sequential, live: bool = False, dtype: torch.dtype
     on_device = next(network.parameters()).device.type != "cpu"
     if not runs_in_numpy(network) or (live and on_device):
         return _torch_forward(network, live, dtype)
-    layers = [layer for layer in network.modules() if not isinstance(layer, nn.Sequential)]
     steps: list[Forward] = [
         _linear(layer, live) if isinstance(layer, nn.Linear) else _ACTIVATIONS[type(layer)]
-        for layer in layers
+        for layer in _layers(network)
     ]
 
     def forward(x: np.ndarray) -> np.ndarray:
@@ -53,14 +52,17 @@ def numpy_forward(network: nn.Sequential, live: bool = False, dtype: torch.dtype
 
 def runs_in_numpy(network: nn.Sequential) -> bool:
     """Whether `network` is a plain stack of small linear layers and activations."""
-    layers = (layer for layer in network.modules() if not isinstance(layer, nn.Sequential))
     return all(
         type(layer) in _ACTIVATIONS
         or (
             isinstance(layer, nn.Linear) and layer.bias is not None and max(layer.weight.shape) <= _MOST_UNITS
         )
-        for layer in layers
+        for layer in _layers(network)
     )
+
+
+def _layers(network: nn.Sequential) -> list[nn.Module]:
+    return [layer for layer in network.modules() if not isinstance(layer, nn.Sequential)]
 
 
 def _linear(layer: nn.Linear, live: bool) -> Forward:

@@ -230,6 +230,8 @@ class TestSweep:
                 assert "Traceback" in (job.path / "output.txt").read_text()
                 assert "RuntimeError: the pole broke" in done.stderr
         # Failed ones are retried on request only.
+        assert launch(f"resume={sweep.folder}", cwd=tmp_path, env=env).returncode == 1
+        assert max(job.attempt for job in sweep.jobs().values()) == 1
         done = launch(f"resume={sweep.folder}", "total_timesteps=4096", cwd=tmp_path, env=env)
         assert done.returncode == 1
         assert "retry_failed=true" in done.stdout
