@@ -33,7 +33,7 @@ from rl import launchers, machine, resume, rundir
 from rl.config import check_spaces, register_schema
 from rl.errors import ConfigError, DiskFullError, NonFiniteError
 from rl.launchers.grid_sweeper import grid
-from rl.launchers.sweep import Sweep, is_sweep
+from rl.launchers.sweep import Sweep, is_sweep, key_of, own
 from rl.schemas import flatten, nearest, plain, unknown_key
 
 # Mappings whose keys are the user's: overrides may add to them without Hydra's plus sign.
@@ -222,11 +222,8 @@ def _for_sweep(folder: Path, parsed: list[Override], first: list[str]) -> list[s
     names. In a sweep that began with the overrides `first`, what a later command set to another value is not
     shared by all, unless a resumed run may change it."""
     swept = {o.key_or_group for o in parsed if o.is_sweep_override()}
-    added = {
-        o.key_or_group
-        for o in parsed
-        if str(o.input_line) not in first and str(o.key_or_group).split(".")[0] not in resume.MUTABLE
-    }
+    later = own([str(o.input_line) for o in parsed if str(o.input_line) not in first])
+    added = {key_of(word) for word in later if key_of(word).split(".")[0] not in resume.MUTABLE}
     steady = sorted({str(o.key_or_group) for o in parsed} - swept - added)
     return [
         "hydra.mode=MULTIRUN",

@@ -112,7 +112,8 @@ class TestSweep:
         assert launch(f"resume={sweep.folder}", cwd=tmp_path).returncode == 0
         assert sweep.jobs() == after
         # What the first command did not set is in the names of the jobs that have it.
-        assert launch(f"resume={sweep.folder}", "algo.gamma=0.9", "seed=1", cwd=tmp_path).returncode == 0
+        new = ("algo.gamma=0.9", "seed=1", "retry_failed=true")
+        assert launch(f"resume={sweep.folder}", *new, cwd=tmp_path).returncode == 0
         assert sweep.jobs()[3].folder == "0003_algo.gamma=0.9,seed=1"
 
     def test_the_same_value_twice_is_one_job(self, tmp_path: Path) -> None:
