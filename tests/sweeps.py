@@ -13,7 +13,7 @@ import gymnasium as gym
 from gymnasium.envs.classic_control import CartPoleEnv
 
 class Paced(CartPoleEnv):
-    "CartPole whose steps take the seconds that the file `pace` says; with `bad`, it breaks soon."
+    "CartPole whose steps take the seconds in the file `pace`, to be replaced whole; with `bad`, it breaks."
     def __init__(self, pace=None, bad=False, **kwargs):
         super().__init__(**kwargs)
         self.pace, self.bad, self.count = pace, bad, 0

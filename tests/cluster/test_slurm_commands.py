@@ -48,7 +48,7 @@ def test_a_sweep_is_followed_cancelled_continued_and_collected(
     cluster: Cluster, tmp_path: Path, paced: dict[str, str]
 ) -> None:
     pace = tmp_path / "pace"
-    pace.write_text(SLOW)
+    rundir.replace_text(pace, SLOW)
     arguments = (*TINY, "env.id=paced:Paced-v0", f"env.kwargs.pace={pace}", "algo.gamma=0.9,0.99", "seed=1,2")
     sweep = submit(cluster, tmp_path, "-m", *arguments, "hydra.launcher.array_parallelism=1", env=paced)
     wait_until(has_trained(sweep), "the first job trains")
@@ -72,7 +72,7 @@ def test_a_sweep_is_followed_cancelled_continued_and_collected(
     assert rl(cluster, "cancel", sweep.folder) == "nothing to cancel: no job is in line or runs\n"
     assert f"continue with: python launch.py resume={sweep.folder}" in rl(cluster, "status", sweep.folder)
 
-    pace.write_text(FAST)
+    rundir.replace_text(pace, FAST)
     done = launch(
         f"resume={sweep.folder}", "hydra.launcher.array_parallelism=4", cwd=tmp_path,
         env={**cluster.env, **paced},

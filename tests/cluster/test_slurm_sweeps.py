@@ -126,7 +126,7 @@ def test_a_preempted_job_comes_back_and_ends_as_if_nothing_had_happened(
     cluster: Cluster, alone: None, tmp_path: Path, paced: dict[str, str], envs: tuple[str, ...]
 ) -> None:
     pace = tmp_path / "pace"
-    pace.write_text(SLOW)
+    rundir.replace_text(pace, SLOW)
     # Slurm signals every process of a job, those of the envs too.
     arguments = (*TINY, "env.id=paced:Paced-v0", f"env.kwargs.pace={pace}", *envs)
     sweep = submit(cluster, tmp_path, "-m", *arguments, env=paced)
@@ -134,7 +134,7 @@ def test_a_preempted_job_comes_back_and_ends_as_if_nothing_had_happened(
     high = cluster.submit("#!/bin/sh\ntrue\n", "--ntasks=4", "--partition=high")
     cluster.wait(high, "COMPLETED")
     wait_until(lambda: sweep.jobs()[0].attempt == 2, "the job starts again")
-    pace.write_text(FAST)
+    rundir.replace_text(pace, FAST)
     wait_until(all_are(sweep, "completed"), "the job completes")
     assert history(sweep) == ["pending", "submitted", "running", "preempted", "running", "completed"]
     assert_undisturbed(sweep.jobs()[0].path, tmp_path / "alone", arguments, paced)
@@ -145,13 +145,13 @@ def test_a_job_that_hits_its_time_limit_twice_completes(
     cluster: Cluster, tmp_path: Path, paced: dict[str, str]
 ) -> None:
     pace = tmp_path / "pace"
-    pace.write_text(SLOW)
+    rundir.replace_text(pace, SLOW)
     arguments = (*TINY, "total_timesteps=8192", "env.id=paced:Paced-v0", f"env.kwargs.pace={pace}")
     limit = ("hydra.launcher.timeout_min=1", "hydra.launcher.signal_delay_s=50")
     sweep = submit(cluster, tmp_path, "-m", *arguments, *limit, "seed=1,2", env=paced)
     for number in (0, 1):  # the elements come back one by one, not all of them for each
         wait_until(limits_hit(sweep, number, 2), "its second limit", 240)
-    pace.write_text(FAST)
+    rundir.replace_text(pace, FAST)
     wait_until(all_are(sweep, "completed"), "the jobs complete")
     for number, job in sweep.jobs().items():
         assert history(sweep, number).count("preempted") == job.attempt - 1
@@ -164,8 +164,8 @@ def test_a_sweep_goes_on_after_half_of_it_was_cancelled(
 ) -> None:
     monkeypatch.setenv("SLURM_CONF", cluster.env["SLURM_CONF"])
     fast, slow = tmp_path / "fast", tmp_path / "slow"
-    fast.write_text(FAST)
-    slow.write_text("0.05")
+    rundir.replace_text(fast, FAST)
+    rundir.replace_text(slow, "0.05")
     arguments = (*TINY, "env.id=paced:Paced-v0", f"env.kwargs.pace={fast},{slow}", "seed=1,2")
     sweep = submit(cluster, tmp_path, "-m", *arguments, "hydra.launcher.array_parallelism=3", env=paced)
     wait_until(lambda: states(sweep)[:2] == ["completed"] * 2, "the fast half completes")
@@ -181,7 +181,7 @@ def test_a_sweep_goes_on_after_half_of_it_was_cancelled(
     assert states(sweep) == ["completed", "completed", "cancelled", "cancelled"]
     before = sweep.jobs()
 
-    slow.write_text(FAST)
+    rundir.replace_text(slow, FAST)
     done = launch(f"resume={sweep.folder}", cwd=tmp_path, env={**cluster.env, **paced})
     assert done.returncode == 0, done.stderr
     assert "submitted 2 jobs" in done.stdout
@@ -215,7 +215,7 @@ def test_a_single_job_is_submitted_too_and_a_killed_process_is_started_again(
     cluster: Cluster, tmp_path: Path, paced: dict[str, str]
 ) -> None:
     pace = tmp_path / "pace"
-    pace.write_text(SLOW)
+    rundir.replace_text(pace, SLOW)
     arguments = (*TINY, "env.id=paced:Paced-v0", f"env.kwargs.pace={pace}")
     sweep = submit(cluster, tmp_path, *arguments, env=paced)
     checkpoints = sweep.jobs()[0].path / "checkpoints"
@@ -224,7 +224,7 @@ def test_a_single_job_is_submitted_too_and_a_killed_process_is_started_again(
     assert name is not None and "_" not in name and pid is not None
     os.kill(pid, signal.SIGKILL)
     wait_until(has_trained(sweep, attempt=2), "it trains again")
-    pace.write_text(FAST)
+    rundir.replace_text(pace, FAST)
     wait_until(all_are(sweep, "completed"), "the job completes")
     assert history(sweep) == ["pending", "submitted", "running", "killed", "running", "completed"]
     assert_undisturbed(sweep.jobs()[0].path, tmp_path / "alone", arguments, paced)
@@ -250,7 +250,7 @@ def test_a_job_whose_supervisor_is_killed_saves_and_can_be_continued(
 ) -> None:
     monkeypatch.setenv("SLURM_CONF", cluster.env["SLURM_CONF"])
     pace = tmp_path / "pace"
-    pace.write_text(SLOW)
+    rundir.replace_text(pace, SLOW)
     arguments = (*TINY, "env.id=paced:Paced-v0", f"env.kwargs.pace={pace}")
     sweep = submit(cluster, tmp_path, "-m", *arguments, env=paced)
     wait_until(has_trained(sweep), "the job trains")
@@ -262,7 +262,7 @@ def test_a_job_whose_supervisor_is_killed_saves_and_can_be_continued(
     wait_until(lambda: states(sweep) == ["preempted"], "the training process saves and ends")
     slurm.settle(sweep)
     assert states(sweep) == ["cancelled"]
-    pace.write_text(FAST)
+    rundir.replace_text(pace, FAST)
     done = launch(f"resume={sweep.folder}", cwd=tmp_path, env={**cluster.env, **paced})
     assert done.returncode == 0, done.stderr
     answer_for(cluster, sweep)

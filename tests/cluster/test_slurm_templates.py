@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from rl import rundir
 from rl.launchers.sweep import Sweep
 from tests.cluster.conftest import Cluster, wait_until
 from tests.cluster.test_slurm_sweeps import (
@@ -65,7 +66,7 @@ def test_a_study_goes_on_after_a_pre_emption_and_after_its_end_by_ctrl_c(
     cluster: Cluster, alone: None, tmp_path: Path, paced: dict[str, str]
 ) -> None:
     pace = tmp_path / "pace"
-    pace.write_text(SLOW)
+    rundir.replace_text(pace, SLOW)
     arguments = (
         *(
             "multirun_templates=slurm_optuna",
@@ -98,7 +99,7 @@ def test_a_study_goes_on_after_a_pre_emption_and_after_its_end_by_ctrl_c(
     process.send_signal(signal.SIGINT)
     assert process.wait(90) == 128 + signal.SIGINT
     assert set(states(sweep)) <= {"cancelled", "preempted"}
-    pace.write_text(FAST)
+    rundir.replace_text(pace, FAST)
     done = launch(f"resume={sweep.folder}", cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
     answer_for(cluster, sweep)

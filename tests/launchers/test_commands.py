@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rl import rundir
 from rl.launchers import frozen_job, standings
 from rl.launchers.display import whole_table
 from rl.launchers.ledger import Ledger
@@ -258,7 +259,7 @@ class TestCancel:
         mine = write_paced(tmp_path / "modules")["PYTHONPATH"]
         monkeypatch.setenv("PYTHONPATH", f"{mine}{os.pathsep}{ROOT}")
         pace = tmp_path / "pace"
-        pace.write_text("0.01")
+        rundir.replace_text(pace, "0.01")
         sweep = Sweep(tmp_path / "sweep")
         arguments = (*QUICK, ENV, f"env.kwargs.pace={pace}", "checkpoint.every=128", "algo.num_steps=32")
         pool = start(
@@ -300,7 +301,7 @@ class TestCancel:
         shown = rl("status", sweep.folder, cwd=tmp_path).stdout
         assert "4 cancelled" in shown and f"continue with: python launch.py resume={sweep.folder}" in shown
 
-        pace.write_text("0")
+        rundir.replace_text(pace, "0")
         done = launch(f"resume={sweep.folder}", "hydra.launcher.n_jobs=2", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         assert states(sweep) == ["completed"] * 4
