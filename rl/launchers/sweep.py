@@ -102,9 +102,9 @@ class Sweep:
     def continued(self, given: Sequence[str]) -> tuple[list[str], list[str]]:
         """Overrides and options of the command that goes on with this sweep: those of its last command, with
         `given` in place of what they name. Another launcher or sweeper takes none of the former's
-        settings."""
+        settings, and `retry_failed` is asked for each time anew."""
         record = self.record
-        new = {key_of(word) for word in given}
+        new = {"retry_failed", *(key_of(word) for word in given)}
         replaced = tuple(f"hydra.{kind}." for kind in ("launcher", "sweeper") if f"hydra/{kind}" in new)
         kept = [
             word

@@ -230,15 +230,16 @@ class TestSweep:
                 assert "the pole broke" in str(job.error)
                 assert "Traceback" in (job.path / "output.txt").read_text()
                 assert "RuntimeError: the pole broke" in done.stderr
-        # Failed ones are retried on request only.
-        assert launch(f"resume={sweep.folder}", cwd=tmp_path, env=env).returncode == 1
-        assert max(job.attempt for job in sweep.jobs().values()) == 1
+        # Failed ones are retried on request only, and once a request.
+        for request, attempts in (((), 1), (("retry_failed=true",), 2), ((), 2)):
+            assert launch(f"resume={sweep.folder}", *request, cwd=tmp_path, env=env).returncode == 1
+            assert {job.attempt for job in sweep.jobs().values() if job.state == "failed"} == {attempts}
         done = launch(f"resume={sweep.folder}", "total_timesteps=4096", cwd=tmp_path, env=env)
         assert done.returncode == 1
         assert "retry_failed=true" in done.stdout
-        attempts = {state: {job.attempt for job in sweep.jobs().values() if job.state == state}
-                    for state in states(sweep)}  # fmt: skip
-        assert attempts == {"completed": {2}, "failed": {1}}
+        counts = {state: {job.attempt for job in sweep.jobs().values() if job.state == state}
+                  for state in states(sweep)}  # fmt: skip
+        assert counts == {"completed": {2}, "failed": {2}}
         (tmp_path / "fragile.py").write_text(
             (tmp_path / "fragile.py").read_text().replace("> 100", "> 10**9")
         )
