@@ -124,13 +124,10 @@ class ReplayBuffer:
             ValueError: the ring was of another size or of other envs.
         """
         ring: Rows = state["ring"]
+        if ring.end - ring.start != min(ring.end, self.rows):
+            raise ValueError(f"the saved replay buffer has {ring.end - ring.start} rows, not {self.rows}")
+        ring.fill(self.arrays)
         self.id, self.added = ring.id, ring.end
-        where = np.arange(ring.start, ring.end) % self.rows
-        for name, array in self.arrays.items():
-            rows = ring.arrays[name]
-            if len(rows) != len(where) or rows.shape[1:] != array.shape[1:]:
-                raise ValueError(f"the saved replay buffer's {name} are {rows.shape}, not {array.shape}")
-            array[where] = rows
 
 
 def n_step_returns(

@@ -73,8 +73,9 @@ def save(folder: Path, state: dict[str, Any], *, env_steps: int, config: dict[st
 def load(path: Path, *, rings: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
     """The state in checkpoint `path` and its manifest (format, env_steps, created, config, files).
 
-    A `Ring` comes back as `Rows`; with `rings=False`, for those who only want the policy, as None. Sizes and
-    checksums are verified first. Raises CheckpointError; executes nothing that the files contain.
+    A `Ring` comes back as `Rows`, which are still to be read from `path`; with `rings=False`, for those who
+    only want the policy, as None. Sizes and checksums are verified first. Raises CheckpointError; executes
+    nothing that the files contain.
     """
     path = Path(path)
     manifest = _verify(path)
@@ -83,9 +84,7 @@ def load(path: Path, *, rings: bool = True) -> tuple[dict[str, Any], dict[str, A
         arrays = read_arrays(path / ARRAYS) if ARRAYS in manifest["files"] else {}
         tensors = read_tensors(path / TENSORS) if TENSORS in manifest["files"] else {}
         entries = manifest.pop("rings", {})
-        rows = {
-            name: ring_files.assemble(entry, read_arrays, path) for name, entry in entries.items() if rings
-        }
+        rows = {name: ring_files.described(entry, path) for name, entry in entries.items() if rings}
         state = decode(manifest.pop("state"), arrays, tensors, rows)
         manifest["config"] = decode(manifest["config"], {}, {})
     except Exception as error:
@@ -207,10 +206,10 @@ def _write_rings(
             assert earlier is not None
             ring_files.link(earlier / segment.file, temporary / segment.file)
             fields["files"][segment.file] = known["files"][segment.file]
-        if new is not None:
-            parts = file_parts(ring.rows(new.start, new.end))
-            fields["files"][new.file] = _write_durably(temporary / new.file, parts)
-        segments = [list(segment) for segment in (*kept, *([new] if new is not None else []))]
+        for segment in new:
+            parts = file_parts(ring.rows(segment.start, segment.end))
+            fields["files"][segment.file] = _write_durably(temporary / segment.file, parts)
+        segments = [list(segment) for segment in (*kept, *new)]
         fields["rings"][path] = {"id": ring.id, "start": ring.start, "end": ring.end, "segments": segments}
 
 

@@ -26,7 +26,7 @@ import numpy as np
 from rl.buffers import Transitions, n_step_returns
 from rl.envs.vector import Step
 from rl.errors import ConfigError
-from rl.ring_files import Ring, Rows
+from rl.ring_files import Ring, Rows, place
 
 FIRST_STARTS = 64  # room for first observations at the beginning; it doubles when it is full
 
@@ -176,8 +176,9 @@ class FrameReplayBuffer:
         if self._starts_end - self._starts_begin == len(self.starts["row"]):
             kept = self._starts_ring()
             self.starts = self._new_starts(2 * len(self.starts["row"]))
-            for name, rows in kept.rows(kept.start, kept.end).items():
-                _fill(self.starts[name], rows, kept.start)
+            for first, last in kept.spans(kept.start):
+                for name, rows in kept.rows(first, last).items():
+                    place(self.starts[name], rows, first)
         number = self._starts_end
         at = number % len(self.starts["row"])
         self.starts["stacks"][at], self.starts["row"][at] = stack, self.added
@@ -215,29 +216,17 @@ class FrameReplayBuffer:
         """
         ring: Rows = state["ring"]
         starts: Rows = state["starts"]
-        for name, array in self.arrays.items():
-            rows = ring.arrays[name]
-            if len(rows) != min(ring.end, self.slots) or rows.shape[1:] != array.shape[1:]:
-                raise ValueError(f"the saved replay buffer's {name} are {rows.shape}, not {array.shape}")
-        for name, array in self.arrays.items():
-            _fill(array, ring.arrays[name], ring.start)
+        if ring.end - ring.start != min(ring.end, self.slots):
+            raise ValueError(f"the saved replay buffer has {ring.end - ring.start} rows, not {self.slots}")
+        ring.fill(self.arrays)
         self.id, self.added = ring.id, ring.end
         self._starts_begin, self._starts_end = starts.start, starts.end
         self.starts = self._new_starts(max(FIRST_STARTS, starts.end - starts.start))
-        for name, array in self.starts.items():
-            _fill(array, starts.arrays[name], starts.start)
+        starts.fill(self.starts)
         self._successor = None
         if self.added:
             newest = (self.added - 1) % self.slots * self.num_envs + np.arange(self.num_envs)
             self._successor = self._stacks(newest, self.frames, ahead=1)
-
-
-def _fill(array: np.ndarray, rows: np.ndarray, start: int) -> None:
-    """Put rows that are numbered from `start` where they lie in the ring `array`: r at r % len(array)."""
-    first = start % len(array)
-    fitting = min(len(rows), len(array) - first)
-    array[first : first + fitting] = rows[:fitting]
-    array[: len(rows) - fitting] = rows[fitting:]
 
 
 def _allocate(shape: tuple[int, ...], dtype: Any, folder: str | Path | None) -> np.ndarray:

@@ -7,6 +7,8 @@ that needs it. Where a file system knows no hard links the segments are copied.
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -16,7 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-MOST_SEGMENTS = 64  # beyond it a checkpoint writes all rows anew, as one segment
+MOST_SEGMENTS = 64  # beyond it a checkpoint writes all rows anew
+_CHUNK = 1 << 24  # bytes read at a time
 
 
 @dataclass(frozen=True)
@@ -33,18 +36,17 @@ class Ring:
     start: int
     end: int
 
+    def spans(self, start: int) -> list[tuple[int, int]]:
+        """Rows `start` to the end, in the one or two spans that lie in one piece; none where there is no
+        row."""
+        capacity = len(next(iter(self.arrays.values())))
+        turn = min((start // capacity + 1) * capacity, self.end)
+        return [(first, last) for first, last in itertools.pairwise((start, turn, self.end)) if first < last]
+
     def rows(self, start: int, end: int) -> dict[str, np.ndarray]:
-        """Rows `start` to `end` in order, copied where they wrap around."""
-        return {name: _unwrapped(array, start, end) for name, array in self.arrays.items()}
-
-
-class Rows(NamedTuple):
-    """What was read back of a ring: its rows `start` to `end` in order, [end − start, …] each array."""
-
-    id: str
-    arrays: dict[str, np.ndarray]
-    start: int
-    end: int
+        """The rows of a span, [end − start, …] each array: views."""
+        first = {name: start % len(array) for name, array in self.arrays.items()}
+        return {name: array[first[name] : first[name] + end - start] for name, array in self.arrays.items()}
 
 
 class Segment(NamedTuple):
@@ -55,15 +57,59 @@ class Segment(NamedTuple):
     end: int
 
 
-def _unwrapped(array: np.ndarray, start: int, end: int) -> np.ndarray:
-    first, length = start % len(array), end - start
-    if first + length <= len(array):
-        return array[first : first + length]
-    return np.concatenate([array[first:], array[: first + length - len(array)]])
+@dataclass(frozen=True)
+class Rows:
+    """What a checkpoint in `folder` holds of a ring: its rows `start` to `end`, read when they are asked for,
+    so that memory need not hold them twice."""
+
+    id: str
+    start: int
+    end: int
+    folder: Path
+    segments: tuple[Segment, ...]
+
+    def fill(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Put the rows into a ring's arrays [capacity, …], row r at r % capacity.
+
+        Raises:
+            ValueError: rows of another shape, or too many, or none by that name.
+        """
+        for name, array in arrays.items():
+            for number, rows in self._read(name, array.shape):
+                place(array, rows, number)
+
+    def _read(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[int, np.ndarray]]:
+        """What was saved as `name`, for an array of this shape, in pieces, each with the number of its first
+        row."""
+        from safetensors import safe_open
+
+        for segment in self.segments:
+            with safe_open(self.folder / segment.file, framework="np") as file:
+                if name not in file.keys():  # noqa: SIM118 (not a mapping)
+                    raise ValueError(f"the saved replay buffer has no {name}")
+                saved = file.get_slice(name)
+                width = tuple(saved.get_shape()[1:])
+                if width != shape[1:] or self.end - self.start > shape[0]:
+                    held = (self.end - self.start, *width)
+                    raise ValueError(f"the saved replay buffer's {name} are {held}, not {shape}")
+                first, last = max(self.start, segment.start), min(self.end, segment.end)
+                step = max(1, _CHUNK // max(1, 8 * math.prod(width)))
+                for number in range(first, last, step):
+                    at = number - segment.start
+                    yield number, saved[at : min(at + step, last - segment.start)]
 
 
-def plan(ring: Ring, earlier: Mapping[str, Any] | None) -> tuple[list[Segment], Segment | None]:
-    """The segments of an earlier checkpoint to keep, and the one to write (None: nothing is new).
+def place(array: np.ndarray, rows: np.ndarray, number: int) -> None:
+    """Put rows that are numbered from `number` where they lie in the ring `array`: r at r % len(array)."""
+    first = number % len(array)
+    fitting = min(len(rows), len(array) - first)
+    array[first : first + fitting] = rows[:fitting]
+    array[: len(rows) - fitting] = rows[fitting:]
+
+
+def plan(ring: Ring, earlier: Mapping[str, Any] | None) -> tuple[list[Segment], list[Segment]]:
+    """The segments of an earlier checkpoint to keep, and those to write: each lies in one piece, so that
+    none of it is copied.
 
     Args:
         earlier: what that checkpoint's manifest says of the ring at the same place in the state.
@@ -73,10 +119,8 @@ def plan(ring: Ring, earlier: Mapping[str, Any] | None) -> tuple[list[Segment], 
         kept = [s for s in (Segment(*s) for s in earlier["segments"]) if s.end > ring.start]
     if len(kept) >= MOST_SEGMENTS or (kept and kept[0].start > ring.start):
         kept = []
-    start = kept[-1].end if kept else ring.start
-    if start == ring.end and kept:
-        return kept, None
-    return kept, Segment(f"ring_{ring.id}_{start}_{ring.end}.safetensors", start, ring.end)
+    spans = ring.spans(kept[-1].end if kept else ring.start)
+    return kept, [Segment(f"ring_{ring.id}_{first}_{last}.safetensors", first, last) for first, last in spans]
 
 
 def link(source: Path, target: Path) -> None:
@@ -87,33 +131,15 @@ def link(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def assemble(entry: Mapping[str, Any], read: Any, folder: Path) -> Rows:
-    """The rows of a ring from the segments that a manifest's entry names; `read` gives a file's arrays by
-    name. Segments are read one by one: beside the rows, memory holds the largest of them."""
-    start, end = entry["start"], entry["end"]
-    whole: dict[str, np.ndarray] = {}
-    for first, arrays in _parts(entry, read, folder, start, end):
-        for name, rows in arrays.items():
-            if name not in whole:
-                whole[name] = np.empty((end - start, *rows.shape[1:]), rows.dtype)
-            whole[name][first - start : first - start + len(rows)] = rows
-    return Rows(entry["id"], whole, start, end)
-
-
-def _parts(
-    entry: Mapping[str, Any], read: Any, folder: Path, start: int, end: int
-) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-    """Of each segment the number of its first row that is wanted, and the rows wanted."""
-    expected = start
-    for segment in (Segment(*s) for s in entry["segments"]):
-        first, last = max(start, segment.start), min(end, segment.end)
-        if first != expected:
-            raise ValueError(f"rows {expected} to {first} of a ring are in no segment")
-        arrays = read(folder / segment.file)
-        yield (
-            first,
-            {name: rows[first - segment.start : last - segment.start] for name, rows in arrays.items()},
-        )
-        expected = last
-    if expected != end:
-        raise ValueError(f"rows {expected} to {end} of a ring are in no segment")
+def described(entry: Mapping[str, Any], folder: Path) -> Rows:
+    """The rows of a ring as a manifest's entry describes them. Raises ValueError where its segments lack
+    some."""
+    segments = tuple(Segment(*s) for s in entry["segments"])
+    reached = entry["start"]
+    for segment in segments:
+        if max(entry["start"], segment.start) != reached:
+            raise ValueError(f"rows {reached} to {segment.start} of a ring are in no segment")
+        reached = min(entry["end"], segment.end)
+    if reached != entry["end"]:
+        raise ValueError(f"rows {reached} to {entry['end']} of a ring are in no segment")
+    return Rows(entry["id"], entry["start"], entry["end"], folder, segments)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 
+from rl import checkpoint
 from rl.buffers import ReplayBuffer, Transitions
 from rl.envs.vector import Step
 from tests.conftest import configure
@@ -214,16 +218,18 @@ class TestSampling:
         assert batch.obs.shape == (4, 2, 2) and batch.actions.shape == (4, 3)
 
 
+def kept(folder: Path, buffer: ReplayBuffer) -> dict[str, Any]:
+    """A buffer's state as a checkpoint gives it back."""
+    path = checkpoint.save(folder, buffer.state_dict(), env_steps=buffer.added, config={}, keep=0)
+    return checkpoint.load(path)[0]
+
+
 class TestState:
     @pytest.mark.parametrize("steps", [10, 40, 113])
-    def test_another_buffer_continues_alike(self, steps: int) -> None:
+    def test_another_buffer_continues_alike(self, tmp_path: Path, steps: int) -> None:
         """What a checkpoint keeps is in order; the new buffer samples as the old one does, also later."""
-        from rl.ring_files import Rows
-
         old, new = counted(2, "sync", steps)[3], buffer_of(50, 2, 3, size=2)
-        ring = old.state_dict()["ring"]
-        rows = Rows(ring.id, ring.rows(ring.start, ring.end), ring.start, ring.end)
-        new.load_state_dict({"ring": rows})
+        new.load_state_dict(kept(tmp_path, old))
         for a, b in zip(
             old.sample(200, np.random.default_rng(0)), new.sample(200, np.random.default_rng(0)), strict=True
         ):
@@ -236,13 +242,10 @@ class TestState:
             held = np.arange(max(0, old.added - old.rows), old.added) % old.rows
             np.testing.assert_array_equal(array[held], new.arrays[name][held])
 
-    def test_a_ring_of_another_size_is_refused(self) -> None:
-        from rl.ring_files import Rows
-
-        ring = counted(2, "sync", 113)[1].state_dict()["ring"]
-        rows = Rows(ring.id, ring.rows(ring.start, ring.end), ring.start, ring.end)
-        with pytest.raises(ValueError, match="replay buffer"):
-            buffer_of(50, 1, size=2).load_state_dict({"ring": rows})
+    def test_a_ring_of_another_size_is_refused(self, tmp_path: Path) -> None:
+        state = kept(tmp_path, counted(2, "sync", 113)[1])
+        with pytest.raises(ValueError, match="saved replay buffer has 25 rows, not 50"):
+            buffer_of(50, 1, size=2).load_state_dict(state)
 
     def test_cleared_it_is_empty_and_another_ring(self) -> None:
         buffer = lived(1, {}, n_step=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from rl.checkpoint import CheckpointError
 from rl.ring_files import MOST_SEGMENTS, Ring, link
 
 CAPACITY = 10
+CAPACITIES = 200  # of the rings that a checkpoint's rows are put into: at least as many as were held
 
 
 def ring(added: int, capacity: int = CAPACITY, id: str = "0", offset: int = 0) -> Ring:
@@ -35,10 +37,14 @@ def save(folder: Path, added: int, step: int | None = None, keep: int = 0, **kwa
 def rows(path: Path) -> list[int]:
     """The rows that a checkpoint gives back."""
     found = checkpoint.load(path)[0]["algorithm"]["replay"]["ring"]
-    assert len(found.arrays["x"]) == found.end - found.start
-    np.testing.assert_array_equal(found.arrays["half"], found.arrays["x"][:, 0] / 2)
-    numbers: list[int] = found.arrays["x"][:, 0].tolist()
-    return numbers
+    arrays = {"x": np.full((CAPACITIES, 2), -1), "half": np.full(CAPACITIES, -1.0)}
+    found.fill(arrays)
+    numbers = np.arange(found.start, found.end)
+    held = arrays["x"][numbers % CAPACITIES]
+    np.testing.assert_array_equal(arrays["half"][numbers % CAPACITIES], held[:, 0] / 2)
+    assert (arrays["half"] >= 0).sum() == len(numbers), "only those rows are written"
+    rows: list[int] = held[:, 0].tolist()
+    return rows
 
 
 def segments(path: Path) -> list[str]:
@@ -101,23 +107,37 @@ class TestWrapping:
     def test_a_segment_goes_when_all_its_rows_were_written_over(self, tmp_path: Path) -> None:
         # A ring of 10. At 14 it holds 4 … 13, so rows 0 … 3 are gone and 9 … 13 wrap around
         paths = [save(tmp_path, added) for added in (4, 9, 14)]
-        assert segments(paths[2]) == ["4-9", "9-14"]
+        assert segments(paths[2]) == ["4-9", "9-10", "10-14"]
         assert rows(paths[2]) == list(range(4, 14))
 
     def test_a_segment_stays_while_one_of_its_rows_is_held(self, tmp_path: Path) -> None:
         paths = [save(tmp_path, added) for added in (4, 9, 13)]  # holds 3 … 12
-        assert segments(paths[2]) == ["0-4", "4-9", "9-13"]
+        assert segments(paths[2]) == ["0-4", "4-9", "9-10", "10-13"]
         assert rows(paths[2]) == list(range(3, 13))
 
     def test_more_new_rows_than_the_ring_holds(self, tmp_path: Path) -> None:
         save(tmp_path, 4)
         last = save(tmp_path, 37)
-        assert segments(last) == ["27-37"]
+        assert segments(last) == ["27-30", "30-37"]
         assert rows(last) == list(range(27, 37))
 
     def test_many_times_around(self, tmp_path: Path) -> None:
         for added in range(3, 60, 3):
             assert rows(save(tmp_path, added, keep=2)) == list(range(max(0, added - CAPACITY), added))
+
+
+def test_memory_never_holds_the_rows_twice(tmp_path: Path) -> None:
+    """Neither where a ring that wraps is written whole, nor where it is read: 128 MiB of frames."""
+    frames, numbers = np.zeros((2048, 65536), np.uint8), np.zeros(2048)
+    tracemalloc.start()
+    try:
+        held = Ring("0", {"frames": frames, "numbers": numbers}, 1000, 3048)
+        path = checkpoint.save(tmp_path, {"ring": held}, env_steps=1, config={}, keep=0)
+        assert segments(path) == ["1000-2048", "2048-3048"]
+        checkpoint.load(path)[0]["ring"].fill({"frames": frames, "numbers": numbers})
+        assert tracemalloc.get_traced_memory()[1] < frames.nbytes / 4
+    finally:
+        tracemalloc.stop()
 
 
 class TestEachIsWhole:
