@@ -14,7 +14,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -186,7 +186,9 @@ def cancel(
 
     opened = _open(sweep)
     folder = shlex.quote(str(opened.folder))
+    leader = {} if numbers else opened.leader()
     try:
+        led = _end_leader(leader)
         opened.settle()
         jobs = opened.jobs()
         chosen = _known(numbers, jobs, "NUMBERS") if numbers else list(jobs)
@@ -201,17 +203,46 @@ def cancel(
     for job in (opened.jobs()[n] for n in sorted(asked)):
         how = f"has not ended yet; see: rl status {folder}" if job.number in late else job.state
         print(f"job {job.number} ({job.name}) {how}")
+    if led:
+        print("the study has stopped, and the jobs that ran have saved")
     elsewhere = [
         job for n, job in opened.jobs().items() if n in set(chosen) - set(asked) and job.state == "running"
     ]
     for job in elsewhere:
         print(f"job {job.number} ({job.name}) runs on {job.host}: cancel it there", file=sys.stderr)
-    if asked:
+    if asked or led:
         print(f"continue with: python launch.py resume={folder}")
     elif not elsewhere:
         print(f"nothing to cancel: no{' such' if numbers else ''} job is in line or runs")
     if elsewhere:
         raise typer.Exit(1)
+
+
+def _end_leader(identity: dict[str, Any]) -> bool:
+    """Stop the process that chooses a sweep's jobs, which would choose others for those that end; it stops
+    its jobs itself. Whether there was one. Raises ConfigError where it runs on another machine, or does not
+    end."""
+    exists = rundir.process_exists(identity)
+    if exists is None:
+        raise ConfigError(
+            f"NUMBERS: a process on {identity['host']} chooses this sweep's jobs, and would choose others; "
+            "cancel the sweep there, or give the numbers of single jobs"
+        )
+    if exists:
+        _terminate(identity["pid"])
+        end = time.monotonic() + PATIENCE_SECONDS
+        while rundir.process_exists(identity):
+            if time.monotonic() > end:
+                raise ConfigError(
+                    f"SWEEP: process {identity['pid']}, which chooses its jobs, has not ended yet"
+                )
+            time.sleep(FOLLOW_SECONDS)
+    return bool(exists)
+
+
+def _terminate(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGTERM)
 
 
 def _ask_to_end(sweep: Sweep, number: int) -> bool:
@@ -230,8 +261,7 @@ def _ask_to_end(sweep: Sweep, number: int) -> bool:
                 sweep.settle()
             elif sweep.ledger.append(number, "running", only_if=job, cancelling=True):
                 assert job.pid is not None
-                with suppress(ProcessLookupError):
-                    os.kill(job.pid, signal.SIGTERM)
+                _terminate(job.pid)
                 return True
         else:
             return False

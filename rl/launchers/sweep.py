@@ -120,6 +120,24 @@ class Sweep:
         first: list[str] = [*record["earlier"], record][0]["arguments"]
         return first
 
+    @contextmanager
+    def led(self) -> Iterator[None]:
+        """A block in which this process chooses the sweep's jobs as it goes, until `rl cancel` stops it."""
+        file = self.folder / "leader.json"
+        rundir.replace_text(file, json.dumps(rundir.process_identity()) + "\n")
+        try:
+            yield
+        finally:
+            file.unlink(missing_ok=True)
+
+    def leader(self) -> dict[str, Any]:
+        """The identity of the process that chooses the jobs, which may be dead; empty where none does."""
+        try:
+            identity: dict[str, Any] = json.loads((self.folder / "leader.json").read_text())
+        except FileNotFoundError:
+            return {}
+        return identity
+
     # --- jobs -------------------------------------------------------------------------------------
 
     def jobs(self) -> dict[int, Job]:

@@ -60,7 +60,8 @@ class Trials:
         """Run trials until there are `n_trials`; the number of the signal that stopped them, if one did."""
         self.launcher.settle()
         total = range(self.n_trials * len(self.search.seeds))
-        with SweepSignals() as signals, SweepDisplay(self.sweep, total) as self.display:
+        display = SweepDisplay(self.sweep, total)
+        with self.sweep.led(), SweepSignals() as signals, display as self.display:
             if not self.launcher.waits:
                 self.display.say("this process chooses the trials: it stays until the last has ended")
             self._take_up()

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -306,6 +307,21 @@ class TestCancel:
         assert done.returncode == 0, done.stderr
         assert states(sweep) == ["completed"] * 4
         assert [sweep.jobs()[n].attempt for n in (0, 1)] == [2, 1]
+
+    @pytest.mark.parametrize("host", ["elsewhere", ""])
+    def test_a_study_led_by_another_process(self, tmp_path: Path, host: str) -> None:
+        """On another machine it would choose others; one that was killed does not matter."""
+        identity = {"host": host or socket.gethostname(), "pid": 2**22 + 1, "process_started": 1.0}
+        (tmp_path / "sweep.json").write_text("{}")
+        (tmp_path / "leader.json").write_text(json.dumps(identity))
+        Ledger(tmp_path).append(0, "pending", folder="0000", overrides=[])
+        done = rl("cancel", tmp_path, cwd=tmp_path)
+        assert (done.returncode, states(Sweep(tmp_path))) == (
+            (2, ["pending"]) if host else (0, ["cancelled"])
+        )
+        if host:
+            assert "on elsewhere chooses" in done.stderr and done.stderr.count("\n") == 1
+            assert rl("cancel", tmp_path, 0, cwd=tmp_path).returncode == 0
 
     def test_what_is_cancelled_while_its_process_starts_does_not_begin(self, tmp_path: Path) -> None:
         ledger = Ledger(tmp_path)

@@ -25,6 +25,7 @@ from rl.launchers.search_space import Search, assignment, command, distribution
 from rl.launchers.sweep import Sweep
 from rl.launchers.trials import Trials, mean_evaluations
 from tests.conftest import ROOT, launch
+from tests.launchers.test_commands import rl
 from tests.sweeps import only_sweep, states
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -330,9 +331,11 @@ class TestReal:
         assert study.trials[-1].state == TrialState.PRUNED
         assert states(only_sweep(tmp_path)) == ["pruned"]
 
-    def test_continued_after_a_signal(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("way", ["SIGTERM", "rl cancel"])
+    def test_stopped_and_continued(self, tmp_path: Path, way: str) -> None:
+        """No further trial is chosen, and the one that ran goes on."""
         arguments = [
-            *STUDY, "hydra.sweeper.n_trials=1", "hydra.sweeper.n_seeds=2", *QUICK, "total_timesteps=40_000",
+            *STUDY, "hydra.sweeper.n_trials=2", "hydra.sweeper.n_seeds=2", *QUICK, "total_timesteps=40_000",
             "algo.gamma=interval(0.9, 1.0)", "hydra.launcher.n_jobs=2",
         ]  # fmt: skip
         process = subprocess.Popen(
@@ -343,13 +346,19 @@ class TestReal:
         while not [p for p in tmp_path.glob("multirun/*/*/*/metrics.jsonl") if p.stat().st_size]:
             assert time.monotonic() < end
             time.sleep(0.05)
-        process.send_signal(signal.SIGTERM)
-        output = process.communicate(timeout=60)[0]
         sweep = only_sweep(tmp_path)
+        if way == "SIGTERM":
+            process.send_signal(signal.SIGTERM)
+        else:
+            cancelled = rl("cancel", sweep.folder, cwd=tmp_path)
+            assert cancelled.returncode == 0, cancelled.stderr
+            assert f"continue with: python launch.py resume={sweep.folder}" in cancelled.stdout
+        output = process.communicate(timeout=60)[0]
         assert process.returncode == 128 + signal.SIGTERM
         assert f"python launch.py resume={sweep.folder}" in output
         assert [t.state for t in study_of(sweep).trials] == [TrialState.RUNNING]
-        done = launch(f"resume={sweep.folder}", cwd=tmp_path)
+        assert not list(sweep.folder.glob("leader*"))
+        done = launch(f"resume={sweep.folder}", "hydra.sweeper.n_trials=1", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         assert [t.state for t in study_of(sweep).trials] == [TrialState.COMPLETE]
         assert states(sweep) == ["completed"] * 2
