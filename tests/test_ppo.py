@@ -130,11 +130,11 @@ class TestRollout:
         rollout = Rollout(4, first, (), np.int64, torch.device("cpu"))
         nobody = np.zeros(2, bool)
         step = Step(first, np.zeros(2, np.float32), nobody, nobody, first, [])
-        rollout.add(0, step, first + 1, step.reward)
+        rollout.add(0, slice(0, 2), step, first + 1)
         assert rollout.inputs[:2].tolist() == [first.tolist(), (first + 1).tolist()]
         assert np.shares_memory(rollout.inputs.numpy(), rollout.obs), "on the CPU nothing is stored twice"
         elsewhere = Rollout(4, first, (), np.int64, torch.device("meta"))
-        elsewhere.add(0, step, first + 1, step.reward)
+        elsewhere.add(0, slice(0, 2), step, first + 1)
         assert elsewhere.inputs.device.type == "meta"
         assert elsewhere.inputs.shape == elsewhere.obs.shape
         assert elsewhere.obs[1].tolist() == (first + 1).tolist()

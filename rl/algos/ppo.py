@@ -36,7 +36,7 @@ from rl.networks.initialisers import layer_init
 from rl.optim import Adam, clip_grad_norm, flatten_parameters, flushed_denormals
 from rl.policies import ActorPolicy
 from rl.returns import explained_variance, gae
-from rl.rollout import Rollout
+from rl.rollout import Rollout, stepped
 from rl.schemas import bounded
 from rl.seeding import generator_state, set_generator_state
 
@@ -191,16 +191,20 @@ class PPO:
         rollout = Rollout(self.config.num_steps, self.obs, shape, dtype, self.device)
         inputs = rollout.obs if actor.in_numpy else rollout.inputs
         episodes: list[FinishedEpisode] = []
-        for t in range(self.config.num_steps):
-            rollout.actions[t] = actor.sample(inputs[t], noise[t])
-            step = self.envs.step(rollout.actions[t])
-            self.env_steps += self.num_envs
-            rewards = step.reward
-            if self.reward_normalizer is not None:
-                rewards = self.reward_normalizer(step.reward, step.terminated | step.truncated)
-            for i in rollout.add(t, step, self._normalize(step.obs), rewards):
-                rollout.cut.append((t, i, self._normalize(step.next_obs[i : i + 1], update=False)))
+
+        def act(t: int, rows: slice) -> np.ndarray:
+            rollout.actions[t, rows] = actor.sample(inputs[t, rows], noise[t, rows])
+            return rollout.actions[t, rows]
+
+        before = self.env_steps
+        for t, rows, step in stepped(self.envs, self.config.num_steps, act):
+            self.env_steps = before + (t + 1) * self.num_envs
+            for i in rollout.add(t, rows, step, self._normalize(step.obs)):
+                following = self._normalize(step.next_obs[i : i + 1], update=False)
+                rollout.cut.append((t, rows.start + i, following))
             episodes += [FinishedEpisode(self.env_steps, *episode) for episode in step.episodes]
+        if self.reward_normalizer is not None:
+            rollout.normalize_rewards(self.reward_normalizer)
         self.obs = rollout.obs[-1]
         return self._batch(rollout), episodes
 

@@ -27,7 +27,7 @@ from rl.metrics import FinishedEpisode
 from rl.networks.initialisers import layer_init
 from rl.networks.recurrent import State
 from rl.policies import RecurrentPolicy
-from rl.rollout import Rollout
+from rl.rollout import Rollout, stepped
 
 
 @dataclass
@@ -88,26 +88,37 @@ class RecurrentPPO(PPO):
         shape, dtype = self.distribution.action_shape, self.distribution.action_dtype
         rollout = Rollout(steps, self.obs, shape, dtype, self.device)
         starts = np.empty((steps + 1, self.num_envs), bool)
-        first, cut_values = self.state, [torch.empty(0, device=self.device)]
+        starts[0] = self.starts
+        first, self.state = self.state, (self.state[0].clone(), self.state[1].clone())
+        cut_values = [torch.empty(0, device=self.device)]
         episodes: list[FinishedEpisode] = []
-        for t in range(steps):
-            starts[t] = self.starts
-            outputs, _, self.state = self._sequence(rollout.inputs[t : t + 1], self.state, starts[t : t + 1])
-            rollout.actions[t] = self.distribution.sample(outputs[0].cpu().numpy(), noise[t], std)
-            step = self.envs.step(rollout.actions[t])
-            self.env_steps += self.num_envs
-            self.starts = step.terminated | step.truncated
-            rewards = step.reward
-            if self.reward_normalizer is not None:
-                rewards = self.reward_normalizer(step.reward, self.starts)
-            for i in rollout.add(t, step, self._normalize(step.obs), rewards):
+
+        def act(t: int, rows: slice) -> np.ndarray:
+            state = (self.state[0][:, rows], self.state[1][:, rows])
+            outputs, _, following = self._sequence(
+                rollout.inputs[t : t + 1, rows], state, starts[t : t + 1, rows]
+            )
+            for whole, part in zip(self.state, following, strict=True):
+                whole[:, rows] = part
+            actions = self.distribution.sample(outputs[0].cpu().numpy(), noise[t, rows], std)
+            rollout.actions[t, rows] = actions
+            return rollout.actions[t, rows]
+
+        before = self.env_steps
+        for t, rows, step in stepped(self.envs, steps, act):
+            self.env_steps = before + (t + 1) * self.num_envs
+            starts[t + 1, rows] = step.terminated | step.truncated
+            for i in rollout.add(t, rows, step, self._normalize(step.obs)):
                 following = self._normalize(step.next_obs[i : i + 1], update=False)
-                rollout.cut.append((t, i, following))
-                left = (self.state[0][:, i : i + 1], self.state[1][:, i : i + 1])
+                env = rows.start + i
+                rollout.cut.append((t, env, following))
+                left = (self.state[0][:, env : env + 1], self.state[1][:, env : env + 1])
                 successor = torch.from_numpy(following[None]).to(self.device)
                 cut_values.append(self._sequence(successor, left, np.zeros((1, 1), bool))[1][0])
             episodes += [FinishedEpisode(self.env_steps, *episode) for episode in step.episodes]
-        self.obs, starts[steps] = rollout.obs[-1], self.starts
+        if self.reward_normalizer is not None:
+            rollout.normalize_rewards(self.reward_normalizer)
+        self.obs, self.starts = rollout.obs[-1], starts[steps]
         return self._sequences(rollout, first, starts, torch.cat(cut_values).cpu().numpy()), episodes
 
     def _sequences(

@@ -23,8 +23,11 @@ class AleEnvs(RestartedEnvs):
     new games.
     """
 
-    def __init__(self, settings: GameSettings, num_envs: int, *, num_threads: int | None = None) -> None:
-        """Load the game `num_envs` times, stepped by `num_threads` threads (None: one a usable core).
+    def __init__(
+        self, settings: GameSettings, num_envs: int, *, num_threads: int | None = None, first: int = 0
+    ) -> None:
+        """Load the game `num_envs` times, stepped by `num_threads` threads (None: one a usable core); they
+        are games number `first` and on of all that are trained on.
 
         Raises ImportError without ale_py.
         """
@@ -54,13 +57,22 @@ class AleEnvs(RestartedEnvs):
         self.observation_space: spaces.Box = spaces.Box(0, 255, (settings.frame_stack, SIDE, SIDE), np.uint8)
         self.action_space: ActionSpace = spaces.Discrete(self._num_actions)
         self.lives = np.zeros(num_envs, np.int32)
-        super().__init__()
+        super().__init__(first)
         self._returns = np.zeros(num_envs)
         self._lengths = np.zeros(num_envs, np.int64)
 
     def step(self, actions: np.ndarray) -> Step:
         """See `VectorEnv.step`. Raises ValueError for actions of a wrong shape or that do not exist."""
-        raw, reward, over, _, info = self._ale.step(self._checked(actions))
+        self.send(actions)
+        return self.receive()
+
+    def send(self, actions: np.ndarray) -> None:
+        """See `SentVectorEnv.send`."""
+        self._ale.send(self._checked(actions))
+
+    def receive(self) -> Step:
+        """See `SentVectorEnv.receive`."""
+        raw, reward, over, _, info = self._ale.recv()
         self._steps += 1
         self._lengths += 1
         self._returns += reward

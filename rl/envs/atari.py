@@ -12,6 +12,7 @@ import difflib
 import importlib
 import logging
 import re
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,10 +22,12 @@ from gymnasium import spaces
 from rl.envs.atari_game import AtariGame, GameSettings
 from rl.envs.vector import ActionSpace, VectorEnv
 from rl.errors import ConfigError
+from rl.machine import cpus
 
 log = logging.getLogger(__name__)
 
 BACKENDS = ("ale", "sync", "envpool")
+LEAST_DOUBLE_BUFFERED = 4  # games: to act for one at a time costs as much as to act for two
 MAX_FRAMES = 108_000  # half an hour of play, the limit that ids of all three spellings are registered with
 _TWO_PLAYERS = ("combat", "joust", "maze_craze", "warlords")
 # What may stand around a game's name, and the probability of a sticky action that it means.
@@ -81,6 +84,7 @@ class AtariEnvs:
     num_envs: int
     backend: str = "ale"
     num_threads: int | None = None
+    double_buffer: bool = True
     max_episode_steps: int | None = None
     frame_skip: int = 4
     frame_stack: int = 4
@@ -120,24 +124,26 @@ class AtariEnvs:
         if backend == "envpool":
             return self._envpool(settings, num_envs, episodic_life, clip_rewards)
         _module("ale_py", self.id)
-        if backend == "ale":
-            from rl.envs.ale_vector import AleEnvs
-
-            ale = AleEnvs(settings, num_envs, num_threads=self.num_threads)
-            envs: VectorEnv = ale
-            lives = partial(getattr, ale, "lives")
-        else:
+        trained = partial(_trained, episodic_life=episodic_life, clip_rewards=clip_rewards)
+        if backend == "sync":
             from rl.envs.sync import SyncEnvs
 
             _module("cv2", self.id)
             games = [AtariGame(settings) for _ in range(num_envs)]
-            envs = SyncEnvs([partial(_given, game) for game in games])
-            lives = partial(_lives, games)
-        if not (episodic_life or clip_rewards):
-            return envs
-        from rl.envs.atari_training import AtariTraining
+            return trained(SyncEnvs([partial(_given, game) for game in games]), partial(_lives, games))
+        from rl.envs.ale_vector import AleEnvs
 
-        return AtariTraining(envs, lives, episodic_life=episodic_life, clip_rewards=clip_rewards)
+        threads = cpus() if self.num_threads is None else self.num_threads
+        halved = self.double_buffer and threads > 1 and num_envs % 2 == 0
+        if evaluation or not halved or num_envs < LEAST_DOUBLE_BUFFERED:
+            ale = AleEnvs(settings, num_envs, num_threads=threads)
+            return trained(ale, partial(getattr, ale, "lives"))
+        from rl.envs.double_buffer import DoubleBuffer
+
+        half, each = num_envs // 2, max(1, min(threads, num_envs) // 2)
+        halves = [AleEnvs(settings, half, num_threads=each, first=first) for first in (0, half)]
+        one, other = (trained(ale, partial(getattr, ale, "lives")) for ale in halves)
+        return DoubleBuffer(one, other, 2 * each)
 
     def smallest(self) -> AtariEnvs:
         """One game in this process, for what needs its spaces only."""
@@ -260,6 +266,15 @@ class AtariEnvs:
                     f"env.kwargs.{key}={value}: {self.id} has {', '.join(map(str, allowed[key]))}; "
                     f"try env.kwargs.{key}={allowed[key][0]}"
                 )
+
+
+def _trained(envs: Any, lives: Callable[[], np.ndarray], *, episodic_life: bool, clip_rewards: bool) -> Any:
+    """Whole games as training is to see them: see `AtariTraining`."""
+    if not (episodic_life or clip_rewards):
+        return envs
+    from rl.envs.atari_training import AtariTraining
+
+    return AtariTraining(envs, lives, episodic_life=episodic_life, clip_rewards=clip_rewards)
 
 
 def _given(game: AtariGame) -> AtariGame:

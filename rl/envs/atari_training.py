@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from rl.envs.vector import Restored, Step, VectorEnv
+from rl.envs.vector import Restored, SentVectorEnv, Step, VectorEnv
 
 
 class AtariTraining:
@@ -42,7 +42,17 @@ class AtariTraining:
 
     def step(self, actions: np.ndarray) -> Step:
         """See `VectorEnv.step`."""
-        step = self._envs.step(actions)
+        return self._as_training_sees_it(self._envs.step(actions))
+
+    def send(self, actions: np.ndarray) -> None:
+        """See `SentVectorEnv.send`, which the games must have."""
+        cast("SentVectorEnv", self._envs).send(actions)
+
+    def receive(self) -> Step:
+        """See `SentVectorEnv.receive`."""
+        return self._as_training_sees_it(cast("SentVectorEnv", self._envs).receive())
+
+    def _as_training_sees_it(self, step: Step) -> Step:
         lives, before = self._count_lives(), self._lives
         self._lives = lives
         if self._episodic_life:

@@ -12,18 +12,23 @@ from rl.seeding import seed_of, sequence_of, sequence_state
 
 
 class RestartedEnvs:
-    """The part of a `VectorEnv` that seeds and counts; `_begin` starts an episode everywhere."""
+    """The part of a `VectorEnv` that seeds and counts; `_begin` starts an episode everywhere.
+
+    Args:
+        first: the number of its first environment, where it is a part of a larger one.
+    """
 
     num_envs: int
 
-    def __init__(self) -> None:
+    def __init__(self, first: int = 0) -> None:
+        self._first = first
         self._seed: np.random.SeedSequence | None = None
         self._steps = 0  # vector steps since `reset`
 
     def reset(self, seed: np.random.SeedSequence) -> np.ndarray:
         """See `VectorEnv.reset`."""
         self._seed, self._steps = seed, 0
-        return self._begin([seed_of(seed, i) for i in range(self.num_envs)])
+        return self._begin([seed_of(seed, self._first + i) for i in range(self.num_envs)])
 
     def state_dict(self) -> dict[str, Any]:
         """See `VectorEnv.state_dict`; enough to go on counting and to seed new episodes."""
@@ -45,7 +50,7 @@ class RestartedEnvs:
             raise ValueError(f"the saved state is of {len(state['envs'])} environments, not {self.num_envs}")
         seed = self._seed = sequence_of(state["seed"])
         self._steps = int(state["steps"])
-        obs = self._begin([seed_of(seed, i, self._steps) for i in range(self.num_envs)])
+        obs = self._begin([seed_of(seed, self._first + i, self._steps) for i in range(self.num_envs)])
         return Restored(obs, np.zeros(self.num_envs, np.bool_))
 
     def _begin(self, seeds: list[int]) -> np.ndarray:

@@ -106,3 +106,15 @@ class VectorEnv(Protocol):
     def close(self) -> None:
         """Release everything held; safe to call twice."""
         ...
+
+
+class SentVectorEnv(VectorEnv, Protocol):
+    """A `VectorEnv` that steps in threads of its own, while its caller does something else."""
+
+    def send(self, actions: np.ndarray) -> None:
+        """Begin a step with these actions; raises as `step` does."""
+        ...
+
+    def receive(self) -> Step:
+        """Wait for the step that `send` began. `step` is the two in turn."""
+        ...
