@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -139,15 +140,26 @@ class TestPixelConv2d:
         F.conv2d(x / 255, weight, layer.bias, 4).square().sum().backward()
         torch.testing.assert_close(got, weight.grad, rtol=1e-4, atol=1e-4)
 
-    def test_a_view_into_a_rollout(self) -> None:
-        # Not contiguous, or not on a 4-byte boundary: the same answer on the other path
+    @pytest.mark.parametrize(
+        ("view", "as_blocks"),
+        [
+            (lambda x: x[::2], True),
+            (lambda x: x[:, 1:], True),  # as a replay buffer's stacks of successors are
+            (lambda x: x[..., ::2], False),
+            (lambda x: x.transpose(2, 3), False),
+            (lambda x: x[..., 1:13], False),
+            (lambda x: x[..., :12], True),
+            (lambda x: torch.cat((x.flatten()[:1], x.flatten()))[1:].view_as(x), False),
+        ],
+        ids=["rows", "successors", "columns", "transposed", "odd offset", "left half", "odd start"],
+    )
+    def test_views(self, view: Callable[[Tensor], Tensor], as_blocks: bool) -> None:
+        """Whatever lies between the pixels, the answer is that of a copy."""
         torch.manual_seed(0)
-        layer = PixelConv2d(1, 4, 8, 4)
-        x = pixels(6, 1, 12, 12)
-        expected = layer(x[::2].contiguous())
-        torch.testing.assert_close(layer(x[::2]), expected)
-        shifted = torch.cat((torch.zeros(1, dtype=torch.uint8), x.flatten()))[1:].view_as(x)
-        torch.testing.assert_close(layer(shifted), layer(x))
+        x = view(pixels(6, 3, 24, 24))
+        layer = PixelConv2d(x.shape[1], 4, 8, 4)
+        assert layer._takes_blocks(x) == as_blocks
+        torch.testing.assert_close(layer(x), layer(x.clone(memory_format=torch.contiguous_format)))
 
 
 class TestImpalaCNN:
