@@ -7,9 +7,11 @@ import json
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
@@ -19,6 +21,7 @@ from rl import checkpoint, commandline, resume
 from rl.build import build_algorithm
 from rl.config import Config, check, register_schema
 from rl.experiment import Experiment, Outcome
+from rl.ring_files import Rows
 from rl.seeding import Streams, seed_global_generators
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -126,17 +129,29 @@ def episodes(directory: Path) -> list[str]:
 
 
 def final_state(directory: Path) -> dict[str, Any]:
-    """The algorithm's state in the newest checkpoint."""
+    """The algorithm's state in the newest checkpoint, the rows of a replay buffer included."""
     newest = checkpoint.newest(directory / "checkpoints")
     assert newest is not None
     state: dict[str, Any] = checkpoint.load(newest)[0]["algorithm"]
-    return state
+    return {**state, "replay": {name: rows_of(ring) for name, ring in state.get("replay", {}).items()}}
+
+
+def rows_of(ring: Rows | None) -> Any:
+    """What a checkpoint holds of a ring: its id, first and last row, and the rows by name."""
+    from safetensors.numpy import load_file
+
+    if ring is None:
+        return None
+    arrays: dict[str, list[Any]] = defaultdict(list)
+    for segment in ring.segments:
+        for name, rows in load_file(ring.folder / segment.file).items():
+            first = max(ring.start, segment.start) - segment.start
+            arrays[name].append(rows[first : min(ring.end, segment.end) - segment.start])
+    return ring.id, ring.start, ring.end, {name: np.concatenate(parts) for name, parts in arrays.items()}
 
 
 def assert_same(a: Any, b: Any, at: str = "state") -> None:
     """Fail, naming the place, unless two nested states are equal bit for bit."""
-    import numpy as np
-
     assert type(a) is type(b), f"{at}: {type(a)} against {type(b)}"
     if isinstance(a, dict):
         assert a.keys() == b.keys(), f"{at}: other keys"
