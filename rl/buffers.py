@@ -124,9 +124,7 @@ class ReplayBuffer:
             ValueError: the ring was of another size or of other envs.
         """
         ring: Rows = state["ring"]
-        if ring.end - ring.start != min(ring.end, self.rows):
-            raise ValueError(f"the saved replay buffer has {ring.end - ring.start} rows, not {self.rows}")
-        ring.fill(self.arrays)
+        ring.restore(self.arrays)
         self.id, self.added = ring.id, ring.end
 
 

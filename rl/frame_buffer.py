@@ -216,9 +216,7 @@ class FrameReplayBuffer:
         """
         ring: Rows = state["ring"]
         starts: Rows = state["starts"]
-        if ring.end - ring.start != min(ring.end, self.slots):
-            raise ValueError(f"the saved replay buffer has {ring.end - ring.start} rows, not {self.slots}")
-        ring.fill(self.arrays)
+        ring.restore(self.arrays)
         self.id, self.added = ring.id, ring.end
         self._starts_begin, self._starts_end = starts.start, starts.end
         self.starts = self._new_starts(max(FIRST_STARTS, starts.end - starts.start))

@@ -78,6 +78,14 @@ class Rows:
             for number, rows in self._read(name, array.shape):
                 place(array, rows, number)
 
+    def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """`fill` the arrays of a ring that is to go on as the saved one. Raises ValueError also where that
+        one had another capacity."""
+        held, capacity = self.end - self.start, len(next(iter(arrays.values())))
+        if held != min(self.end, capacity):
+            raise ValueError(f"the saved replay buffer has {held} rows, not {capacity}")
+        self.fill(arrays)
+
     def _read(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[int, np.ndarray]]:
         """What was saved as `name`, for an array of this shape, in pieces, each with the number of its first
         row."""

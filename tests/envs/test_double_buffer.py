@@ -16,6 +16,7 @@ from rl.envs.double_buffer import DoubleBuffer
 from rl.envs.vector import Episode, Step, VectorEnv
 from rl.rollout import stepped
 from tests.conftest import algorithm
+from tests.envs.test_atari import assert_same_step
 
 SEED = np.random.SeedSequence(7)
 GAME = "BreakoutNoFrameskip-v4"
@@ -97,14 +98,6 @@ def both() -> Iterator[tuple[VectorEnv, VectorEnv]]:
         envs.close()
 
 
-def assert_same(a: Step, b: Step) -> None:
-    for name in ("obs", "reward", "terminated", "truncated", "next_obs"):
-        x, y = getattr(a, name), getattr(b, name)
-        assert x.dtype == y.dtype and np.array_equal(x, y), name
-    assert (a.next_obs is a.obs) == (b.next_obs is b.obs)
-    assert a.episodes == b.episodes
-
-
 class TestGames:
     def test_the_same_games(self, both: tuple[VectorEnv, VectorEnv]) -> None:
         one, halves = both
@@ -113,7 +106,9 @@ class TestGames:
         ended = lost = 0
         for actions in np.random.default_rng(0).integers(0, 4, (150, N)):
             step = one.step(actions)
-            assert_same(step, halves.step(actions))
+            other = halves.step(actions)
+            assert_same_step(step, other)
+            assert (step.next_obs is step.obs) == (other.next_obs is other.obs)
             ended += len(step.episodes)
             lost += int(step.terminated.sum())
         assert ended == 2 * N and lost > 0
