@@ -57,9 +57,9 @@ def test_actors_learn_pendulum(overrides: tuple[str, ...], tmp_path: Path) -> No
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_pixels_are_learnt_in_either_precision(precision: str, tmp_path: Path) -> None:
-    # Over seeds 1 to 5 the last 100 episodes gave 0.96 in fp32 and 0.93 in bf16 on a CPU with AMX, the first
-    # 100 −0.64 in both. Rounding, hence the course of a run, is another on each kind of CPU: this seed gave
-    # 0.70 in bf16 on one that has to emulate it.
+    # After 30k steps, over seeds 1 to 5 on a CPU with AMX, the last 100 episodes gave 0.96 in fp32 and 0.93
+    # in bf16, the first 100 −0.64 in both. On a CPU that emulates bf16, and so rounds otherwise, this seed
+    # gave 0.70 after 30k and 1.00 after 45k.
     train(
         tmp_path,
         "algo=ppo",
@@ -67,7 +67,7 @@ def test_pixels_are_learnt_in_either_precision(precision: str, tmp_path: Path) -
         "env.id=tests.probes:Catch-v0",
         "env.num_envs=8",
         "algo.learning_rate=1e-3",
-        "total_timesteps=30000",
+        "total_timesteps=45000",
         "seed=2",
         "eval.every=0",
         f"precision={precision}",
@@ -75,4 +75,4 @@ def test_pixels_are_learnt_in_either_precision(precision: str, tmp_path: Path) -
     rows = list(csv.DictReader((tmp_path / "episodes.csv").read_text().splitlines()))
     returns = [float(row["return"]) for row in rows]
     assert sum(returns[:100]) / 100 < 0
-    assert sum(returns[-100:]) / 100 >= 0.5  # three of four are caught
+    assert sum(returns[-100:]) / 100 >= 0.9
