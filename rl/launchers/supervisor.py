@@ -45,6 +45,7 @@ def supervise(sweep: str, number: int, last_attempt: int) -> None:
     folder = Sweep(Path(sweep))
     with Forwarding() as forwarding:
         _wait_for_the_note(folder, number)
+        job = folder.jobs()[number]
         while forwarding.first is None:
             job = folder.jobs()[number]
             if job.state in ("completed", "pruned", "cancelled"):
@@ -57,16 +58,14 @@ def supervise(sweep: str, number: int, last_attempt: int) -> None:
             if code == 0:
                 return
             if code > 0 and forwarding.first is None and code - 128 not in HANDLED:
-                _note_silent_end(folder, number, "failed", f"its process ended with exit code {code}")
+                _note_silent_end(folder, job, "failed", f"its process ended with exit code {code}")
                 raise SystemExit(1)
             if forwarding.first is None and code > 128:  # the child alone was told
                 forwarding.first = signal.Signals(code - 128)
             if forwarding.first is None:
                 why = f"its process was ended by {signal.Signals(-code).name}"
-                # It counts also where it was too early for the process to count it.
-                attempt = max(folder.jobs()[number].attempt, job.attempt + 1)
-                folder.ledger.append(number, "killed", error=why, attempt=attempt)
-        _note_silent_end(folder, number, "preempted", None)
+                _note_silent_end(folder, job, "killed", why)
+        _note_silent_end(folder, job, "preempted", None)
         if forwarding.first is signal.SIGUSR2:
             if folder.jobs()[number].attempt >= last_attempt:
                 _give_up(folder, folder.jobs()[number])
@@ -123,11 +122,21 @@ def _wait_for_the_note(sweep: Sweep, number: int) -> None:
         time.sleep(0.2)
 
 
-def _note_silent_end(sweep: Sweep, number: int, state: State, error: str | None) -> None:
-    """Put in the ledger how a process ended that could not do so itself."""
-    job = sweep.jobs()[number]
-    if job.state in ("submitted", "running", "killed"):
-        sweep.ledger.append(number, state, error=error)
+def _note_silent_end(sweep: Sweep, before: Job, state: State, error: str | None) -> None:
+    """Put in the ledger how a process ended that could not do so itself.
+
+    It counts as an attempt also where it ended too early to count itself: a job whose start alone takes
+    longer than its time limit allows must not go round for ever.
+
+    Args:
+        before: the job as it stood when the process was started.
+    """
+    job = sweep.jobs()[before.number]
+    silent = job.state in ("submitted", "running", "killed")
+    uncounted = job.state == "preempted" and job.attempt == before.attempt
+    if silent or uncounted:
+        attempt = max(job.attempt, before.attempt + 1)
+        sweep.ledger.append(job.number, state, error=error, attempt=attempt)
 
 
 def _give_up(sweep: Sweep, job: Job) -> None:
