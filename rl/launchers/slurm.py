@@ -36,6 +36,9 @@ SETTLE_SECONDS = 5.0
 COMMAND_SECONDS = 60  # for an answer from Slurm
 NEVER_BEGAN = ("FAILED", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY", "NODE_FAIL")
 """States in which Slurm leaves a job that ended before its process could note anything."""
+EARLY_SECONDS = 40
+"""How long before `signal_delay_s` Slurm may warn a job, 30 s, and what a job's process takes to heed it: one
+that is warned before that dies of it."""
 LEAST = {
     "timeout_min": 1,
     "cpus_per_task": 1,
@@ -243,10 +246,11 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     if memory is not None and (not isinstance(memory, int | float) or memory <= 0):
         raise ConfigError(f"hydra.launcher.mem_gb={memory}: must be above 0, or null")
     limit = 60 * settings["timeout_min"]
-    if delay >= limit:
+    if delay > limit - EARLY_SECONDS:
         raise ConfigError(
-            f"hydra.launcher.signal_delay_s={delay}: must be less than timeout_min, {limit} s; "
-            f"{limit // 2} would work"
+            f"hydra.launcher.signal_delay_s={delay}: must be {EARLY_SECONDS} s or more below timeout_min, "
+            f"{limit} s, so that a job has begun when it is told to save; "
+            f"{(limit - EARLY_SECONDS) // 2} would work"
         )
     if isinstance(lines, str):
         raise ConfigError(

@@ -147,7 +147,7 @@ def test_a_job_that_hits_its_time_limit_twice_completes(
     pace = tmp_path / "pace"
     rundir.replace_text(pace, SLOW)
     arguments = (*TINY, "total_timesteps=8192", "env.id=paced:Paced-v0", f"env.kwargs.pace={pace}")
-    limit = ("hydra.launcher.timeout_min=1", "hydra.launcher.signal_delay_s=50")
+    limit = ("hydra.launcher.timeout_min=1", "hydra.launcher.signal_delay_s=20")
     sweep = submit(cluster, tmp_path, "-m", *arguments, *limit, "seed=1,2", env=paced)
     for number in (0, 1):  # the elements come back one by one, not all of them for each
         wait_until(limits_hit(sweep, number, 2), "its second limit", 240)
@@ -307,7 +307,7 @@ class TestRefusals:
         ("override", "words"),
         [
             ("hydra.launcher.cpus_per_task=0", "hydra.launcher.cpus_per_task=0: must be a whole number"),
-            ("hydra.launcher.signal_delay_s=3600", "must be less than timeout_min"),
+            ("hydra.launcher.signal_delay_s=3561", "must be 40 s or more below timeout_min, 3600 s"),
             ("hydra.launcher.partition=none_such", "sbatch refuses"),
         ],
     )
