@@ -33,6 +33,7 @@ from rl import launchers, machine, resume, rundir
 from rl.config import check_spaces, register_schema
 from rl.errors import ConfigError, DiskFullError, NonFiniteError
 from rl.launchers.grid_sweeper import grid
+from rl.launchers.local import check_n_jobs, pool_size
 from rl.launchers.sweep import Sweep, is_sweep, key_of, own
 from rl.schemas import flatten, nearest, plain, unknown_key
 
@@ -96,10 +97,10 @@ def prepare(argv: list[str]) -> tuple[list[str], AbstractContextManager[Any]]:
             return [*options, *args.overrides, *_prepare_run(cfg, args.overrides)], nullcontext()
         foreign = _check_plugins(cfg)
         with machine.elsewhere(allocation(cfg)) if not here else nullcontext():
-            _check_jobs(cfg, args.overrides, composed)
+            fitting = _check_jobs(cfg, args.overrides, composed)
         first = sweep.first_arguments if sweep is not None else args.overrides
         folder, made = (sweep.folder, []) if sweep is not None else _new_sweep(cfg, args.overrides)
-    words = [*options, *args.overrides, *foreign, *_for_sweep(folder, parsed, first)]
+    words = [*options, *args.overrides, *foreign, *fitting, *_for_sweep(folder, parsed, first)]
     return words, Sweep(folder).begun(args.overrides, options, made)
 
 
@@ -183,14 +184,50 @@ def _new_sweep(cfg: DictConfig, overrides: list[str]) -> tuple[Path, list[Path]]
     return folder, [folder.parent, *missing]
 
 
-def _check_jobs(cfg: DictConfig, overrides: list[str], composed: Callable[[list[str]], DictConfig]) -> None:
-    """Check the jobs of a sweep, as many as it takes for every swept value to be seen once."""
+def _check_jobs(
+    cfg: DictConfig, overrides: list[str], composed: Callable[[list[str]], DictConfig]
+) -> list[str]:
+    """Check the jobs of a sweep, as many as it takes for every swept value to be seen once; an override where
+    this machine's memory holds fewer of them at a time than would run."""
     seen: set[str] = set()
-    for job in _jobs(cfg, overrides):
+    largest = 0
+    jobs = _jobs(cfg, overrides)
+    for job in jobs:
         if not set(job) <= seen:
             seen.update(job)
             plan = resume.plan(_job(composed(job)), job, None)
-            check_spaces(plan.config)
+            replay = check_spaces(plan.config)
+            if getattr(plan.config.algo, "memory_map", None) is None:
+                largest = max(largest, replay)
+    if largest == 0 or cfg.hydra.runtime.choices["hydra/launcher"] != "local":
+        return []
+    return _fitting_pool(cfg, len(jobs) if _is_grid(cfg) else None, largest)
+
+
+def _fitting_pool(cfg: DictConfig, jobs: int | None, replay: int) -> list[str]:
+    """An override where memory holds fewer replay buffers than there would be jobs at a time on this machine.
+
+    Each job by itself fits, and takes its memory only as it trains: too many would be killed hours later.
+
+    Args:
+        jobs: of the sweep; None: any number.
+        replay: bytes of the largest replay buffer.
+
+    Raises:
+        ConfigError: the user has named a number of jobs that is too large.
+    """
+    asked = cfg.hydra.launcher.n_jobs
+    check_n_jobs(asked)
+    at_a_time = pool_size(asked, cfg.device, cfg.torch_threads)
+    free = machine.available_bytes()
+    fits = at_a_time if free is None else free // replay
+    if fits >= min(at_a_time, at_a_time if jobs is None else jobs):
+        return []
+    why = f"replay buffers of up to {replay / 2**30:.2f} GiB each in {(free or 0) / 2**30:.2f} GiB of memory"
+    if asked is not None:
+        raise ConfigError(f"hydra.launcher.n_jobs={asked}: {why}; hydra.launcher.n_jobs={fits} fits")
+    print(f"jobs at a time: {fits} instead of {at_a_time}, for {why}")
+    return [f"hydra.launcher.n_jobs={fits}"]
 
 
 def _check_plugins(cfg: DictConfig) -> list[str]:
@@ -241,10 +278,14 @@ def allocation(cfg: DictConfig) -> machine.Allocation:
 def _jobs(cfg: DictConfig, overrides: list[str]) -> list[list[str]]:
     """The overrides of each job of a grid; another sweeper draws its values as it goes, so its base is
     checked."""
-    if not str(cfg.hydra.sweeper._target_).endswith(("BasicSweeper", "GridSweeper")):
+    if not _is_grid(cfg):
         parsed = OverridesParser.create().parse_overrides(overrides)
         return [[str(o.input_line) for o in parsed if not o.is_sweep_override()]]
     return grid(cfg.hydra.sweeper.params or {}, overrides)
+
+
+def _is_grid(cfg: DictConfig) -> bool:
+    return str(cfg.hydra.sweeper._target_).endswith(("BasicSweeper", "GridSweeper"))
 
 
 def _job(cfg: DictConfig) -> DictConfig:

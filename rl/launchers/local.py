@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rl.errors import ConfigError
 from rl.launchers.ledger import Job
@@ -47,8 +48,7 @@ class LocalLauncher(SweepLauncher):
     """
 
     def __init__(self, n_jobs: int | None = None) -> None:
-        if n_jobs is not None and (not isinstance(n_jobs, int) or n_jobs < 1):
-            raise ConfigError(f"hydra.launcher.n_jobs={n_jobs}: must be at least 1, or null")
+        check_n_jobs(n_jobs)
         self.n_jobs = n_jobs
         self._slots: list[Slot] = []
         self._free: list[Slot] = []
@@ -117,9 +117,8 @@ class LocalLauncher(SweepLauncher):
         """The slots, made at the first call: cores and CUDA devices dealt out evenly."""
         if not self._slots:
             cores = usable_cores()
-            devices = [] if self.config.device == "cpu" else visible_devices()
-            threads = self.config.torch_threads or len(cores)
-            count = self.n_jobs or len(devices) or max(1, len(cores) // threads)
+            devices = devices_for(self.config.device)
+            count = pool_size(self.n_jobs, self.config.device, self.config.torch_threads)
             share = max(1, len(cores) // count)
             self._slots = [
                 Slot(
@@ -130,6 +129,23 @@ class LocalLauncher(SweepLauncher):
             ]
             self._free = list(self._slots)
         return self._slots
+
+
+def check_n_jobs(n_jobs: Any) -> None:
+    """Raise ConfigError unless it is a whole number of at least 1, or None."""
+    if n_jobs is not None and (not isinstance(n_jobs, int) or n_jobs < 1):
+        raise ConfigError(f"hydra.launcher.n_jobs={n_jobs}: must be at least 1, or null")
+
+
+def pool_size(n_jobs: int | None, device: str, torch_threads: int | None) -> int:
+    """How many jobs with these settings run at a time."""
+    cores = len(usable_cores())
+    return n_jobs or len(devices_for(device)) or max(1, cores // (torch_threads or cores))
+
+
+def devices_for(device: str) -> list[str]:
+    """The CUDA devices that jobs with this `device` share."""
+    return [] if device == "cpu" else visible_devices()
 
 
 def usable_cores() -> list[int]:

@@ -11,9 +11,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
+from omegaconf import OmegaConf
 
+from rl import commandline, machine
+from rl.checks import replay_bytes
+from rl.launchers import local
 from rl.launchers.ledger import Job, Ledger
 from rl.launchers.sweep import Sweep, code_version
 from tests.conftest import ROOT, assert_same, episodes, final_state, launch, lines
@@ -152,6 +157,37 @@ class TestSweep:
         assert done.returncode == 2
         assert says in done.stderr, done.stderr
         assert not list(tmp_path.iterdir())
+
+    def test_more_replay_buffers_at_a_time_than_memory_holds_are_refused(self, tmp_path: Path) -> None:
+        available = machine.available_bytes()
+        assert available is not None
+        size = int(0.6 * available / replay_bytes(1, (4,), np.dtype(np.float32), 8))
+        words = ("algo=dqn", f"algo.buffer_size={size}", "seed=1,2", "hydra.launcher.n_jobs=2")
+        done = launch("-m", *words, "logger=none", cwd=tmp_path)
+        assert done.returncode == 2
+        assert "hydra.launcher.n_jobs=2: replay buffers of up to" in done.stderr, done.stderr
+        assert "hydra.launcher.n_jobs=1 fits" in done.stderr
+        assert not list(tmp_path.iterdir())
+
+    @pytest.mark.parametrize(
+        ("asked", "jobs", "words"),
+        [
+            (None, 9, ["hydra.launcher.n_jobs=3"]),
+            (None, None, ["hydra.launcher.n_jobs=3"]),  # of a search nobody knows how many there will be
+            (None, 3, []),
+            (3, 9, []),
+            (4, 3, []),
+        ],
+    )
+    def test_a_pool_is_as_large_as_memory_allows(
+        self, monkeypatch: pytest.MonkeyPatch, asked: int | None, jobs: int | None, words: list[str]
+    ) -> None:
+        monkeypatch.setattr(local, "usable_cores", lambda: list(range(8)))
+        monkeypatch.setattr(machine, "available_bytes", lambda: 3 * 2**30)
+        cfg = OmegaConf.create(
+            {"device": "cpu", "torch_threads": 1, "hydra": {"launcher": {"n_jobs": asked}}}
+        )
+        assert commandline._fitting_pool(cfg, jobs, replay=2**30) == words
 
     def test_a_mistake_leaves_a_sweep_as_it_was(self, tmp_path: Path) -> None:
         assert launch("-m", *QUICK, "seed=1", cwd=tmp_path).returncode == 0
