@@ -33,7 +33,7 @@ from rl import launchers, machine, resume, rundir
 from rl.config import check_spaces, register_schema
 from rl.errors import ConfigError, DiskFullError, NonFiniteError
 from rl.launchers.grid_sweeper import grid
-from rl.launchers.local import check_n_jobs, pool_size
+from rl.launchers.local import fitting_pool
 from rl.launchers.sweep import Sweep, is_sweep, key_of, own
 from rl.schemas import flatten, nearest, plain, unknown_key
 
@@ -201,33 +201,7 @@ def _check_jobs(
                 largest = max(largest, replay)
     if largest == 0 or cfg.hydra.runtime.choices["hydra/launcher"] != "local":
         return []
-    return _fitting_pool(cfg, len(jobs) if _is_grid(cfg) else None, largest)
-
-
-def _fitting_pool(cfg: DictConfig, jobs: int | None, replay: int) -> list[str]:
-    """An override where memory holds fewer replay buffers than there would be jobs at a time on this machine.
-
-    Each job by itself fits, and takes its memory only as it trains: too many would be killed hours later.
-
-    Args:
-        jobs: of the sweep; None: any number.
-        replay: bytes of the largest replay buffer.
-
-    Raises:
-        ConfigError: the user has named a number of jobs that is too large.
-    """
-    asked = cfg.hydra.launcher.n_jobs
-    check_n_jobs(asked)
-    at_a_time = pool_size(asked, cfg.device, cfg.torch_threads)
-    free = machine.available_bytes()
-    fits = at_a_time if free is None else free // replay
-    if fits >= min(at_a_time, at_a_time if jobs is None else jobs):
-        return []
-    why = f"replay buffers of up to {replay / 2**30:.2f} GiB each in {(free or 0) / 2**30:.2f} GiB of memory"
-    if asked is not None:
-        raise ConfigError(f"hydra.launcher.n_jobs={asked}: {why}; hydra.launcher.n_jobs={fits} fits")
-    print(f"jobs at a time: {fits} instead of {at_a_time}, for {why}")
-    return [f"hydra.launcher.n_jobs={fits}"]
+    return fitting_pool(cfg, len(jobs) if _is_grid(cfg) else None, largest)
 
 
 def _check_plugins(cfg: DictConfig) -> list[str]:

@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from omegaconf import DictConfig
+
+from rl import machine
 from rl.errors import ConfigError
 from rl.launchers.ledger import Job
 from rl.launchers.sweep_launcher import SweepLauncher, module_path
-from rl.machine import cuda_devices
 
 POLL_SECONDS = 0.2
 PATIENCE = 2  # signals of the user's after which what still runs is killed
@@ -118,7 +120,7 @@ class LocalLauncher(SweepLauncher):
         if not self._slots:
             cores = usable_cores()
             devices = devices_for(self.config.device)
-            count = pool_size(self.n_jobs, self.config.device, self.config.torch_threads)
+            count = pool_size(self.n_jobs, len(cores), len(devices), self.config.torch_threads)
             share = max(1, len(cores) // count)
             self._slots = [
                 Slot(
@@ -137,10 +139,36 @@ def check_n_jobs(n_jobs: Any) -> None:
         raise ConfigError(f"hydra.launcher.n_jobs={n_jobs}: must be at least 1, or null")
 
 
-def pool_size(n_jobs: int | None, device: str, torch_threads: int | None) -> int:
-    """How many jobs with these settings run at a time."""
-    cores = len(usable_cores())
-    return n_jobs or len(devices_for(device)) or max(1, cores // (torch_threads or cores))
+def pool_size(n_jobs: int | None, cores: int, devices: int, torch_threads: int | None) -> int:
+    """How many jobs run at a time on so many cores and CUDA devices."""
+    return n_jobs or devices or max(1, cores // (torch_threads or cores))
+
+
+def fitting_pool(cfg: DictConfig, jobs: int | None, replay: int) -> list[str]:
+    """An override where memory holds fewer replay buffers than there would be jobs at a time.
+
+    Each job by itself fits, and takes its memory only as it trains: too many would be killed hours later.
+
+    Args:
+        cfg: the composed configuration with Hydra's node.
+        jobs: of the sweep; None: any number.
+        replay: bytes of the largest replay buffer, of which memory holds one.
+
+    Raises:
+        ConfigError: the user has named a number of jobs that is too large, or none.
+    """
+    asked = cfg.hydra.launcher.n_jobs
+    check_n_jobs(asked)
+    at_a_time = pool_size(asked, len(usable_cores()), len(devices_for(cfg.device)), cfg.torch_threads)
+    free = machine.available_bytes() or 0
+    fits = max(1, free // replay)
+    if fits >= (at_a_time if jobs is None else min(at_a_time, jobs)):
+        return []
+    why = f"replay buffers of up to {replay / 2**30:.2f} GiB each in {free / 2**30:.2f} GiB of memory"
+    if asked is not None:
+        raise ConfigError(f"hydra.launcher.n_jobs={asked}: {why}; hydra.launcher.n_jobs={fits} fits")
+    print(f"jobs at a time: {fits} instead of {at_a_time}, for {why}")
+    return [f"hydra.launcher.n_jobs={fits}"]
 
 
 def devices_for(device: str) -> list[str]:
@@ -160,4 +188,4 @@ def visible_devices() -> list[str]:
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
         return [name.strip() for name in named.split(",") if name.strip()]
-    return [str(index) for index in range(cuda_devices() or 0)]
+    return [str(index) for index in range(machine.cuda_devices() or 0)]

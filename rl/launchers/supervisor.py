@@ -44,8 +44,7 @@ def supervise(sweep: str, number: int, last_attempt: int) -> None:
         return  # one process trains, also on several nodes
     folder = Sweep(Path(sweep))
     with Forwarding() as forwarding:
-        _wait_for_the_note(folder, number)
-        job = folder.jobs()[number]
+        job = _noted(folder, number)
         while forwarding.first is None:
             job = folder.jobs()[number]
             if job.state in ("completed", "pruned", "cancelled"):
@@ -114,11 +113,15 @@ class Forwarding:
             self._child.send_signal(number)
 
 
-def _wait_for_the_note(sweep: Sweep, number: int) -> None:
-    """Until the submitter has noted this Slurm job: its line is to come before the lines of the job."""
+def _noted(sweep: Sweep, number: int) -> Job:
+    """The job, once its submitter has noted this Slurm job: that line is to come before the lines of the
+    job."""
     end = time.monotonic() + NOTE_SECONDS
     name = slurm_job()
-    while sweep.jobs()[number].slurm_job != name and time.monotonic() < end:
+    while True:
+        job = sweep.jobs()[number]
+        if job.slurm_job == name or time.monotonic() >= end:
+            return job
         time.sleep(0.2)
 
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from omegaconf import OmegaConf
 
-from rl import commandline, machine
+from rl import machine
 from rl.checks import replay_bytes
 from rl.launchers import local
 from rl.launchers.ledger import Job, Ledger
@@ -187,7 +187,7 @@ class TestSweep:
         cfg = OmegaConf.create(
             {"device": "cpu", "torch_threads": 1, "hydra": {"launcher": {"n_jobs": asked}}}
         )
-        assert commandline._fitting_pool(cfg, jobs, replay=2**30) == words
+        assert local.fitting_pool(cfg, jobs, replay=2**30) == words
 
     def test_a_mistake_leaves_a_sweep_as_it_was(self, tmp_path: Path) -> None:
         assert launch("-m", *QUICK, "seed=1", cwd=tmp_path).returncode == 0
