@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from rl import config as configuration
 from rl.errors import ConfigError
+from rl.networks import pixels as pixel_layers
 from rl.networks.impala_cnn import ImpalaCNN
 from rl.networks.lstm import LSTM
 from rl.networks.mlp import MLP
@@ -129,7 +130,9 @@ class TestPixelConv2d:
         ours = F.conv2d(blocks(x).float(), block_weights(weight))
         assert torch.equal(ours, F.conv2d(x.float(), weight, stride=4))
 
-    def test_gradients(self) -> None:
+    @pytest.mark.parametrize("wide", [True, False])
+    def test_gradients(self, wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(pixel_layers, "AVX512", wide)
         torch.manual_seed(0)
         layer = PixelConv2d(4, 6, 8, 4)
         x = pixels(3, 4, 20, 24)
@@ -153,8 +156,11 @@ class TestPixelConv2d:
         ],
         ids=["rows", "successors", "columns", "transposed", "odd offset", "left half", "odd start"],
     )
-    def test_views(self, view: Callable[[Tensor], Tensor], as_blocks: bool) -> None:
+    def test_views(
+        self, view: Callable[[Tensor], Tensor], as_blocks: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Whatever lies between the pixels, the answer is that of a copy."""
+        monkeypatch.setattr(pixel_layers, "AVX512", True)
         torch.manual_seed(0)
         x = view(pixels(6, 3, 24, 24))
         layer = PixelConv2d(x.shape[1], 4, 8, 4)
