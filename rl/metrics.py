@@ -35,6 +35,10 @@ def require_finite(scalars: dict[str, float], module: nn.Module) -> None:
     for name, value in scalars.items():
         if not math.isfinite(value):
             raise NonFiniteError(f"{name} is {value}")
-    for name, parameter in module.named_parameters():
-        if not bool(parameter.isfinite().all()):
+    import torch
+
+    names, parameters = zip(*module.named_parameters(), strict=True)
+    finite = torch.stack([parameter.isfinite().all() for parameter in parameters]).tolist()
+    for name, is_finite in zip(names, finite, strict=True):
+        if not is_finite:
             raise NonFiniteError(f"parameter {name} is not finite after the update")

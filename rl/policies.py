@@ -99,7 +99,7 @@ class RecurrentPolicy:
         x = torch.as_tensor(obs, device=device).unsqueeze(0)
         h, c = torch.as_tensor(state, device=device).permute(1, 2, 0, 3).contiguous()
         with torch.inference_mode(), self.autocast():
-            y, _, after = self.agent(x, (h, c), torch.zeros(x.shape[:2], dtype=torch.bool, device=device))
+            y, _, after = self.agent(x, (h, c), torch.zeros(x.shape[:2], dtype=torch.bool))
         outputs, following = y[0].float().cpu().numpy(), torch.stack(after).permute(2, 0, 1, 3).cpu().numpy()
         if rng is None:
             return self.distribution.mode(outputs), following

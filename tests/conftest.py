@@ -88,12 +88,12 @@ def steps(recipe: str) -> int:
     return 640 if rollouts else 1536
 
 
-def algorithm(*overrides: str) -> Any:
+def algorithm(*overrides: str, device: str = "cpu") -> Any:
     """The algorithm of a configuration, ready to iterate; the caller closes it."""
     config = configure(*overrides)
     streams = Streams(config.run.seed)
     seed_global_generators(streams)
-    return build_algorithm(config, streams, torch.device("cpu"))
+    return build_algorithm(config, streams, torch.device(device))
 
 
 def train(directory: Path, *overrides: str, resumed_from: Path | None = None) -> Outcome:

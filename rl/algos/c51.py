@@ -115,7 +115,7 @@ class C51:
             adam_eps=0.01 / config.batch_size,
         )
         self.atoms = torch.linspace(config.v_min, config.v_max, config.n_atoms, device=context.device)
-        self.logits = numpy_forward(self.q.network, live=True)
+        self.values = expected_values(numpy_forward(self.q.network, live=True), self.atoms)
         self.loss = context.compiled(self._loss)
         self.warned = False
 
@@ -143,8 +143,7 @@ class C51:
         """ε-greedy actions [N], each env on its own; all random until learning starts."""
         epsilon = 1.0 if self.experience.warming_up else self.epsilon
         obs = self.experience.normalized(self.experience.obs)
-        rng, values = self.experience.action_rng, expected_values(self.logits, self.atoms)
-        return epsilon_greedy(values, obs, self.num_actions, epsilon, rng)
+        return epsilon_greedy(self.values, obs, self.num_actions, epsilon, self.experience.action_rng)
 
     def update(self, batch: Batch) -> dict[str, Tensor]:
         """One gradient step; the cross entropy, the mean action value, and the part of the targets cut

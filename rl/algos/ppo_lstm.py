@@ -29,6 +29,8 @@ from rl.networks.recurrent import State
 from rl.policies import RecurrentPolicy
 from rl.rollout import Rollout, stepped
 
+HOST = ("starts", "active")  # what of a batch stays on the CPU: shapes depend on it, and the host knows it
+
 
 @dataclass
 class RecurrentPPOConfig(PPOConfig):
@@ -124,7 +126,8 @@ class RecurrentPPO(PPO):
     def _sequences(
         self, rollout: Rollout, first: State, starts: np.ndarray, cut_values: np.ndarray
     ) -> dict[str, Tensor]:
-        """The rollout as tensors [T, N, …], and the state h, c [layers, N, H] at its beginning."""
+        """The rollout as tensors [T, N, …], and the state h, c [layers, N, H] at its beginning; those of
+        `HOST` on the CPU."""
         outputs, v, _ = self._sequence(rollout.inputs, first, starts)
         actions = torch.from_numpy(rollout.actions).to(self.device)
         logprobs, _ = self.distribution.log_prob_and_entropy(
@@ -134,10 +137,10 @@ class RecurrentPPO(PPO):
         advantages = self._advantages(rollout, values, cut_values)
         return {
             "obs": rollout.inputs[:-1],
-            "starts": torch.from_numpy(starts[:-1]).to(self.device),
+            "starts": torch.from_numpy(starts[:-1]),
             "h": first[0],
             "c": first[1],
-            "active": torch.from_numpy(rollout.active).to(self.device),
+            "active": torch.from_numpy(rollout.active),
             "actions": actions,
             "logprobs": logprobs.unflatten(0, v[:-1].shape),
             "values": v[:-1],
@@ -148,11 +151,13 @@ class RecurrentPPO(PPO):
     def _minibatches(self, batch: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         """One epoch: the envs in random order, `num_minibatches` equal parts of them, each with its whole
         sequences; what is not fed to the network [B, …], in order of time and without who was not there."""
-        order = torch.from_numpy(self.minibatch_rng.permutation(self.num_envs)).to(self.device)
-        for envs in order.view(self.config.num_minibatches, -1):
-            part = {name: x[:, envs] for name, x in batch.items()}
+        order = torch.from_numpy(self.minibatch_rng.permutation(self.num_envs))
+        parts = order.view(self.config.num_minibatches, -1)
+        for host, envs in zip(parts, parts.to(self.device), strict=True):
+            part = {name: x[:, host if name in HOST else envs] for name, x in batch.items()}
+            part["rows"] = part.pop("active").flatten().nonzero().squeeze(1).to(self.device)
             for name in ("actions", "logprobs", "values", "advantages", "returns"):
-                part[name] = part[name][part["active"]]
+                part[name] = part[name].flatten(0, 1)[part["rows"]]
             if self.config.norm_adv:
                 advantages = part["advantages"]
                 part["advantages"] = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
@@ -162,13 +167,14 @@ class RecurrentPPO(PPO):
         """Actor outputs [B, K] and values [B] at a minibatch of sequences."""
         with self.context.autocast():
             outputs, values, _ = self.agent(mb["obs"], (mb["h"], mb["c"]), mb["starts"])
-        return outputs[mb["active"]].float(), values[mb["active"]].float()
+        rows = mb["rows"]
+        return outputs.flatten(0, 1)[rows].float(), values.flatten(0, 1)[rows].float()
 
     @torch.no_grad()
     def _sequence(self, obs: Tensor, state: State, starts: np.ndarray) -> tuple[Tensor, Tensor, State]:
         """Outputs [T, N, K], values [T, N] and the state after observations [T, N, …], without gradients."""
         with self.context.autocast():
-            outputs, values, state = self.agent(obs, state, torch.from_numpy(starts).to(self.device))
+            outputs, values, state = self.agent(obs, state, torch.from_numpy(starts))
         return outputs.float(), values.float(), state
 
     def policy(self) -> RecurrentPolicy:

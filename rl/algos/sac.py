@@ -103,7 +103,8 @@ class SAC:
         self.log_alpha.grad = torch.zeros_like(self.log_alpha)
         self.alpha_optimizer = Adam(self.log_alpha, self.log_alpha.grad, config.q_lr)
         self.actor_outputs = numpy_forward(actor.network, live=True)
-        self.rng = torch.Generator(context.device).manual_seed(context.streams.integer("updates") >> 1)
+        # On the CPU: the same numbers on every device, and a checkpoint that another can continue.
+        self.rng = torch.Generator().manual_seed(context.streams.integer("updates") >> 1)
         self.critic_loss = context.compiled(self._critic_loss)
         self.actor_loss = context.compiled(self._actor_loss)
 
@@ -174,7 +175,7 @@ class SAC:
         return -soft_value(self.critics.network(batch.obs, actions), logprobs, alpha).mean(), logprobs
 
     def _noise(self, batch: Batch) -> Tensor:
-        return torch.randn(batch.actions.shape, generator=self.rng, device=self.context.device)
+        return torch.randn(batch.actions.shape, generator=self.rng).to(self.context.device)
 
     def policy(self) -> SquashedGaussianPolicy:
         """The present policy: tanh of the mean, or drawn."""

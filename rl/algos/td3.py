@@ -93,7 +93,8 @@ class TD3:
         )
         self.learners: dict[str, Learner[Any]] = {"actor": self.actor, "critics": self.critics}
         self.policy_mean = numpy_forward(actor.network, live=True)
-        self.rng = torch.Generator(context.device).manual_seed(context.streams.integer("updates") >> 1)
+        # On the CPU: the same numbers on every device, and a checkpoint that another can continue.
+        self.rng = torch.Generator().manual_seed(context.streams.integer("updates") >> 1)
         self.critic_loss = context.compiled(self._critic_loss)
         self.actor_loss = context.compiled(self._actor_loss)
 
@@ -119,7 +120,7 @@ class TD3:
     def update(self, batch: Batch) -> dict[str, Tensor]:
         """One gradient step of the critics, and every `policy_frequency` of them one of actor and targets."""
         c = self.config
-        noise = torch.randn(batch.actions.shape, generator=self.rng, device=self.context.device)
+        noise = torch.randn(batch.actions.shape, generator=self.rng).to(self.context.device)
         with self.context.autocast():
             losses, q = self.critic_loss(batch, noise)
         self.critics.step(losses.sum())

@@ -81,7 +81,7 @@ def _linear(layer: nn.Linear, live: bool) -> Forward:
 
 def _torch_forward(network: nn.Sequential, live: bool, dtype: torch.dtype) -> Forward:
     if not live:
-        network = copy.deepcopy(network).to(dtype, memory_format=torch.channels_last)
+        network = copy.deepcopy(network).to(dtype)
     weight = next(network.parameters())
 
     def forward(x: np.ndarray) -> np.ndarray:

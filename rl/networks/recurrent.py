@@ -44,13 +44,14 @@ class RecurrentEncoder(nn.Module):
 
         Args:
             state: (h, c) before the first step, each [layers, N, H].
-            starts: [T, N], bool or 0 and 1: whether x[t, n] is the first observation of an episode, before
-                which that env's state is set to zero.
+            starts: [T, N], bool or 0 and 1, on the CPU whatever the device, so that nobody waits for a GPU:
+                whether x[t, n] is the first observation of an episode, before which that env's state is set
+                to zero.
         """
         starts = starts.bool()
         encoded = self.encoder(x.flatten(0, 1)).unflatten(0, x.shape[:2])
-        times = starts.any(1).nonzero().flatten().tolist()  # one synchronisation, on a GPU
-        ends = sorted({0, len(x), *times})
+        ends = sorted({0, len(x), *starts.any(1).nonzero().flatten().tolist()})
+        starts = starts.to(x.device)
         outputs = []
         with torch.autocast(x.device.type, enabled=False):
             encoded = encoded.to(state[0].dtype)
