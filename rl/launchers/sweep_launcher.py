@@ -40,7 +40,16 @@ class SweepLauncher(Launcher):
     sweep: Sweep
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Take what Hydra offers; the task function is not used, a job's process has its own."""
+        """Take what Hydra offers; the task function is not used, a job's process has its own.
+
+        Raises:
+            ConfigError: an agent of a W&B sweep has started this command.
+        """
+        if "wandb" in config.logger and os.environ.get("WANDB_SWEEP_ID"):
+            raise ConfigError(
+                "-m: the agent of a W&B sweep has given this command one W&B run, and all jobs would write to "
+                "it; leave -m out, the agent starts run after run"
+            )
         self.context, self.config = hydra_context, config
         self.sweep = Sweep(Path(str(config.hydra.sweep.dir)))
         changed = self.sweep.changed_code()

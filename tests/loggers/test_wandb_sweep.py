@@ -233,6 +233,14 @@ class TestLoggerUnderAnAgent:
         assert saved == {"id": "trial3", "sweep": {"project": "studies", "entity": "team"}}
         assert capfd.readouterr() == ("", "")  # no warning of keys that are not heeded
 
+    def test_a_multirun_is_refused(self, under_agent: None, tmp_path: Path) -> None:
+        """All of its jobs would be the one run that the agent has named."""
+        sweep = ("-m", "seed=1,2", "algo=ppo", f"hydra.sweep.dir={tmp_path / 'study'}")
+        refused = launch(*sweep, "logger=wandb", "logger.wandb.mode=offline", cwd=tmp_path)
+        assert refused.returncode == 2 and not (tmp_path / "study").exists()
+        (line,) = refused.stderr.splitlines()
+        assert "-m" in line and "leave" in line
+
     def test_a_group_of_the_users_own_is_kept(self, under_agent: None, tmp_path: Path) -> None:
         assert self.open(tmp_path / "run", group="mine")[0].run_group == "mine"
 
