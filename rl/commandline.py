@@ -4,11 +4,12 @@ is imported."""
 from __future__ import annotations
 
 import argparse
+import difflib
 import hashlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import datetime
 from pathlib import Path
@@ -43,6 +44,7 @@ OPEN = ("env.kwargs",)
 PATHS = ("resume", "warm_start")
 # Launchers whose jobs run on this machine: with them, a run without -m runs here, in this process.
 HERE = ("local", "basic")
+_CHOICES = "hydra.runtime.choices."
 CONF = Path(__file__).resolve().parent.parent / "conf"
 
 
@@ -335,7 +337,9 @@ def message(error: Exception, argv: list[str]) -> str:
         known = (
             f"choose one of {', '.join(options)}{nearest(group[2], options)}" if options else "no such group"
         )
-        return f"{group[1]}={group[2]}: {known}"
+        keys = [word.partition("=")[0] for word in argv if word.endswith(f"={group[2]}")]
+        nested = next((key for key in keys if key.startswith(f"{group[1]}@")), group[1])
+        return f"{nested}={group[2]}: {known}"
     if isinstance(error, OverrideParseException):
         reason = " ".join(str(error.__cause__ or error).split("\n")[0].split())
         return (
@@ -345,7 +349,9 @@ def message(error: Exception, argv: list[str]) -> str:
     known_keys = _known_keys(argv)
     missing = re.search(r"Could not override '([^']*)'", chain)
     if missing:
-        key = missing[1].lstrip("+").split("@")[0]
+        key = missing[1].lstrip("+")
+        if "@" in key:
+            return f"unknown key {key}; " + _nested_options(key, known_keys)
         if key in ("multirun", "sweep_dir"):
             return f"unknown key {key}; a sweep is continued with resume=<its folder>"
         return _of_another_plugin(key) or unknown_key(key, known_keys)
@@ -371,9 +377,18 @@ def _owners(kind: str, key: str) -> list[str]:
     return [file.stem for file in files if key in OmegaConf.load(file)]
 
 
+def _nested_options(key: str, known: Mapping[str, Any]) -> str:
+    """Advice for a key group@place: the places where the chosen options have options of their own."""
+    nested = [k for k in known if "@" in k]
+    if not nested:
+        return "no chosen option has another within; network=lstm has network@network.encoder"
+    (near,) = difflib.get_close_matches(key, nested, n=1, cutoff=0)
+    return f"did you mean {near} (e.g. {near}={known[near]})?"
+
+
 def _known_keys(argv: list[str]) -> dict[str, Any]:
-    """Every dotted key of the configuration that the group choices of `argv` lead to, else of the default
-    one."""
+    """Every dotted key, and every group, of the configuration that the group choices of `argv` lead to, else
+    of the default one."""
     args, _ = get_args_parser().parse_known_intermixed_args(argv)
     groups = [
         o
@@ -388,5 +403,6 @@ def _known_keys(argv: list[str]) -> dict[str, Any]:
             continue  # the group choices themselves are wrong: the default configuration has to do
         container = OmegaConf.to_container(cfg, resolve=False)
         assert isinstance(container, dict)
-        return {key: value for key, value in flatten(container) if not isinstance(value, dict)}
+        keys = {k.removeprefix(_CHOICES): v for k, v in flatten(container) if not isinstance(v, dict)}
+        return {k: v for k, v in keys.items() if not k.startswith("hydra.runtime.")}
     return {}

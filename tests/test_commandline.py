@@ -24,7 +24,9 @@ MISTAKES = {
     "learning_rate=1e-3": ["learning_rate", "algo.learning_rate"],
     "algo=pp": ["algo=pp", "ppo", "ppo_continuous_action"],
     "env=atary": ["env=atary", "classic", "mujoco"],
-    "netwrk=mlp": ["netwrk", "network"],
+    "netwrk=mlp": ["netwrk", "did you mean network (e.g. network=mlp)?"],
+    "hydra/lancher=slurm": ["hydra/lancher", "hydra/launcher=local"],
+    "network@network.encoder=mlp": ["network@network.encoder", "network=lstm"],
     "--algo.learning_rate=1e-3": ["no dashes", "write algo.learning_rate=1e-3"],
     "--mulitrun": ["--mulitrun", "--multirun"],
     "hydra.ouput_subdir=x": ["hydra.ouput_subdir", "hydra.output_subdir"],
@@ -75,6 +77,17 @@ class TestMistakes:
         for word in MISTAKES[mistake]:
             assert word in result.stderr
         assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+
+    @pytest.mark.parametrize(
+        ("mistake", "remedy"),
+        [
+            ("network@network.encodr=mlp", "network@network.encoder=nature_cnn"),
+            ("network@network.encoder=natur_cnn", "network@network.encoder=natur_cnn: choose one of"),
+        ],
+    )
+    def test_of_an_option_within_an_option(self, mistake: str, remedy: str, tmp_path: Path) -> None:
+        result = launch("algo=ppo_atari_lstm", mistake, cwd=tmp_path)
+        assert result.returncode == 2 and remedy in result.stderr
 
     def test_in_a_sweep_nothing_starts(self, tmp_path: Path) -> None:
         result = launch("-m", "algo.num_minibatches=4,3", "seed=1,2", cwd=tmp_path)

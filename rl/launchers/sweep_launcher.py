@@ -47,8 +47,8 @@ class SweepLauncher(Launcher):
         """
         if "wandb" in config.logger and os.environ.get("WANDB_SWEEP_ID"):
             raise ConfigError(
-                "-m: the agent of a W&B sweep has given this command one W&B run, and all jobs would write to "
-                "it; leave -m out, the agent starts run after run"
+                "-m: the agent of a W&B sweep has given this command one W&B run, to which all jobs would "
+                "write; leave -m out, the agent starts run after run"
             )
         self.context, self.config = hydra_context, config
         self.sweep = Sweep(Path(str(config.hydra.sweep.dir)))
