@@ -10,14 +10,13 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from omegaconf import DictConfig
 
 from rl import machine
 from rl.errors import ConfigError
 from rl.launchers.ledger import Job
-from rl.launchers.sweep_launcher import SweepLauncher, module_path
+from rl.launchers.sweep_launcher import SweepLauncher, check_whole, module_path
 
 POLL_SECONDS = 0.2
 PATIENCE = 2  # signals of the user's after which what still runs is killed
@@ -50,7 +49,7 @@ class LocalLauncher(SweepLauncher):
     """
 
     def __init__(self, n_jobs: int | None = None) -> None:
-        check_n_jobs(n_jobs)
+        check_whole("hydra.launcher.n_jobs", n_jobs, 1, or_null=True)
         self.n_jobs = n_jobs
         self._slots: list[Slot] = []
         self._free: list[Slot] = []
@@ -133,12 +132,6 @@ class LocalLauncher(SweepLauncher):
         return self._slots
 
 
-def check_n_jobs(n_jobs: Any) -> None:
-    """Raise ConfigError unless it is a whole number of at least 1, or None."""
-    if n_jobs is not None and (not isinstance(n_jobs, int) or n_jobs < 1):
-        raise ConfigError(f"hydra.launcher.n_jobs={n_jobs}: must be at least 1, or null")
-
-
 def pool_size(n_jobs: int | None, cores: int, devices: int, torch_threads: int | None) -> int:
     """How many jobs run at a time on so many cores and CUDA devices."""
     return n_jobs or devices or max(1, cores // (torch_threads or cores))
@@ -158,7 +151,7 @@ def fitting_pool(cfg: DictConfig, jobs: int | None, replay: int) -> list[str]:
         ConfigError: the user has named a number of jobs that is too large, or none.
     """
     asked = cfg.hydra.launcher.n_jobs
-    check_n_jobs(asked)
+    check_whole("hydra.launcher.n_jobs", asked, 1, or_null=True)
     at_a_time = pool_size(asked, len(usable_cores()), len(devices_for(cfg.device)), cfg.torch_threads)
     free = machine.available_bytes() or 0
     fits = max(1, free // replay)

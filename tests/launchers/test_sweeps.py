@@ -143,7 +143,10 @@ class TestSweep:
     @pytest.mark.parametrize(
         ("words", "says"),
         [
-            (["hydra.launcher.n_jobs=two", "seed=1,2"], "hydra.launcher.n_jobs=two: must be at least 1"),
+            (
+                ["hydra.launcher.n_jobs=two", "seed=1,2"],
+                "hydra.launcher.n_jobs=two: must be a whole number of at least 1, or null",
+            ),
             (["hydra/sweeper=optuna"], "hydra.sweeper.params: nothing to search"),
             (
                 ["hydra/sweeper=optuna", "algo.gama=interval(0.9,1)"],
