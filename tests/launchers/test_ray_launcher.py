@@ -187,7 +187,7 @@ class TestSettings:
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         monkeypatch.setattr(ray_launcher.importlib.util, "find_spec", lambda name: None)  # type: ignore[attr-defined]
-        config = OmegaConf.create({"device": "cpu", "hydra": {"sweep": {"dir": str(tmp_path)}}})
+        config = OmegaConf.create({"device": "cpu", "logger": {}, "hydra": {"sweep": {"dir": str(tmp_path)}}})
         with pytest.raises(ConfigError, match=r"needs ray: pip install -e '\.\[ray\]'"):
             RayLauncher(SETTINGS).setup(hydra_context=None, task_function=None, config=config)  # type: ignore[arg-type]
 
