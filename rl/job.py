@@ -75,7 +75,9 @@ def limit_threads(config: Config) -> None:
 
     import torch
 
-    torch.set_num_threads(threads)
+    from rl.optim import start_threads
+
+    start_threads(threads)
     if config.run.deterministic and torch.cuda.is_available():
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.backends.cudnn.benchmark = False

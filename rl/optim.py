@@ -13,14 +13,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+_GRAIN = 2**15  # elements of a tensor below which torch does not add a thread
+
+
+def start_threads(threads: int) -> None:
+    """Let torch compute with so many threads, all but this one with denormals flushed for good.
+
+    The mode is each thread's own, and a thread begins with that of the one that starts it: were torch to
+    start them when it first needs them, `flushed_denormals` would leave their share of a tensor as it is.
+    """
+    torch.set_num_threads(threads)
+    with flushed_denormals():
+        torch.zeros(threads * _GRAIN).add_(1)
+
 
 @contextmanager
 def flushed_denormals() -> Iterator[None]:
-    """A block in which numbers too small for a normal float count as 0: a CPU takes some 30 times longer over
-    them.
+    """A block in which numbers too small for a normal float count as 0: a CPU takes up to 30 times longer
+    over them.
 
     Gradients and Adam's moments fall that low as a matter of course. Only updates run inside, so that envs
-    compute the same in every process.
+    compute the same in every process. The threads beside this one are `start_threads`'.
     """
     torch.set_flush_denormal(True)
     try:

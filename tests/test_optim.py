@@ -84,3 +84,20 @@ class TestDenormals:
         with flushed_denormals():
             assert (tiny + tiny).item() == 0
         assert (tiny + tiny).item() > 0
+
+    def test_count_as_zero_in_every_thread(self) -> None:
+        """Also in one that has gone and come back: a rollout lends its core to the envs."""
+        code = (
+            "import torch; from rl.optim import flushed_denormals, start_threads\n"
+            "start_threads(4)\n"
+            "tiny = torch.full((2**20,), 1e-40)\n"
+            "for threads in (4, 2, 1, 4):\n"
+            "    torch.set_num_threads(threads)\n"
+            "    with flushed_denormals():\n"
+            "        doubled = tiny + tiny\n"
+            "    print(threads, int((doubled.view(torch.int32) != 0).sum()))\n"
+        )
+        result = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        assert result.stdout.split() == ["4", "0", "2", "0", "1", "0", "4", "0"]
