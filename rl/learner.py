@@ -5,8 +5,11 @@ from __future__ import annotations
 import copy
 from typing import Any, Generic, TypeVar
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
+from rl.networks.numpy_forward import Forward, numpy_forward, runs_in_numpy
 from rl.optim import Adam, flatten_parameters
 
 Network = TypeVar("Network", bound=nn.Module)
@@ -27,16 +30,46 @@ class Learner(Generic[Network]):
         self._flat, grad = flatten_parameters(network)
         self._target_flat, _ = flatten_parameters(self.target)
         self.optimizer = Adam(self._flat, grad, learning_rate, adam_eps)
+        self.changes = 0
+        """How often the weights have changed."""
 
     def step(self, loss: Tensor) -> None:
         """One step down the gradient of `loss`."""
         self.optimizer.grad.zero_()
         loss.backward()
         self.optimizer.step()
+        self.changes += 1
 
     def follow(self, tau: float) -> None:
         """target ← (1 − τ) target + τ network."""
         self._target_flat.data.lerp_(self._flat.data, tau)
+
+    def acting(self, dtype: torch.dtype) -> Forward:
+        """The network, a stack of layers, as a function of observations [N, …] that always has the newest
+        weights (see `numpy_forward`).
+
+        Where it computes in another type than the weights', they are cast once for all the steps between two
+        updates: acting with the Nature CNN in bf16 takes two thirds of the time in fp32.
+        """
+        network = self.network
+        assert isinstance(network, nn.Sequential)
+        if dtype == self._flat.dtype or runs_in_numpy(network):
+            return numpy_forward(network, live=True)
+        copied = copy.deepcopy(network).to(dtype)
+        copied.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        weights, newest = list(copied.parameters()), self.changes
+        forward = numpy_forward(copied, live=True)
+
+        def follow(obs: np.ndarray) -> np.ndarray:
+            nonlocal newest
+            if newest != self.changes:
+                with torch.no_grad():
+                    for weight, trained in zip(weights, self._parameters, strict=True):
+                        weight.copy_(trained)
+                newest = self.changes
+            return forward(obs)
+
+        return follow
 
     def freeze(self, frozen: bool) -> None:
         """Whether the weights take part in gradients: an actor's loss needs none of its critics'."""
@@ -51,6 +84,7 @@ class Learner(Generic[Network]):
         """Continue with `weights()`."""
         self.network.load_state_dict(weights["online"])
         self.target.load_state_dict(weights["target"])
+        self.changes += 1
 
 
 def learners_state(learners: dict[str, Learner[Any]]) -> dict[str, Any]:

@@ -115,7 +115,7 @@ class C51:
             adam_eps=0.01 / config.batch_size,
         )
         self.atoms = torch.linspace(config.v_min, config.v_max, config.n_atoms, device=context.device)
-        self.values = expected_values(numpy_forward(self.q.network, live=True), self.atoms)
+        self.values = expected_values(self.q.acting(context.dtype), self.atoms)
         self.loss = context.compiled(self._loss)
         self.warned = False
 

@@ -90,7 +90,7 @@ class DQN:
         torch.manual_seed(context.streams.integer("networks"))
         head = nn.Linear(network.features(shape), self.num_actions)
         self.q = Learner(nn.Sequential(network.build(shape), head).to(context.device), config.learning_rate)
-        self.values = numpy_forward(self.q.network, live=True)
+        self.values = self.q.acting(context.dtype)
         self.loss = context.compiled(self._loss)
 
     @property

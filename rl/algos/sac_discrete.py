@@ -24,7 +24,6 @@ from rl.distributions import distribution_over
 from rl.learner import Learner, learners_state, load_learners
 from rl.metrics import Metrics, require_finite
 from rl.networks.initialisers import kaiming_init
-from rl.networks.numpy_forward import numpy_forward
 from rl.offpolicy import Batch, Experience, critic_report
 from rl.optim import Adam
 from rl.policies import ActorPolicy
@@ -118,7 +117,7 @@ class DiscreteSAC:
         self.log_alpha = nn.Parameter(torch.full((1,), start, device=context.device))
         self.log_alpha.grad = torch.zeros_like(self.log_alpha)
         self.alpha_optimizer = Adam(self.log_alpha, self.log_alpha.grad, config.q_lr, ADAM_EPS)
-        self.logits = numpy_forward(actor, live=True)
+        self.logits = self.actor.acting(context.dtype)
         self.critic_loss = context.compiled(self._critic_loss)
         self.actor_loss = context.compiled(self._actor_loss)
 

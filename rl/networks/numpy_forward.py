@@ -31,8 +31,7 @@ def numpy_forward(network: nn.Sequential, live: bool = False, dtype: torch.dtype
     are, so that a network that is trained in place between two steps acts with its newest weights.
 
     Args:
-        dtype: what a copy that goes through torch computes in; live weights are used as they are, since
-            casting them for every step costs more than it saves.
+        dtype: what a copy that goes through torch computes in; live weights are used as they are.
     """
     on_device = next(network.parameters()).device.type != "cpu"
     if not runs_in_numpy(network) or (live and on_device):

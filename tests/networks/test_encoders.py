@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from rl import config as configuration
 from rl.errors import ConfigError
+from rl.learner import Learner
 from rl.networks import pixels as pixel_layers
 from rl.networks.impala_cnn import ImpalaCNN
 from rl.networks.lstm import LSTM
@@ -396,3 +397,21 @@ class TestActing:
         with torch.no_grad():
             head.bias.add_(1)
         np.testing.assert_allclose(forward(obs.numpy()), expected + live, rtol=1e-5, atol=1e-5)
+
+    def test_in_bf16_it_follows_training_and_loaded_weights(self) -> None:
+        torch.manual_seed(0)
+        learners = [Learner(nn.Sequential(NATURE.build((4, 84, 84)), nn.Linear(512, 3)), 1e-2) for _ in "ab"]
+        learner, other = learners
+        obs = pixels(2, 4, 84, 84)
+
+        def expected() -> np.ndarray:
+            return numpy_forward(learner.network, dtype=torch.bfloat16)(obs.numpy())
+
+        acting = learner.acting(torch.bfloat16)
+        np.testing.assert_allclose(acting(obs.numpy()), expected(), rtol=0.02, atol=0.02)
+        before = expected()
+        learner.step(learner.network(obs).square().sum())
+        np.testing.assert_allclose(acting(obs.numpy()), expected(), rtol=0.02, atol=0.02)
+        assert np.abs(expected() - before).max() > 0.2
+        learner.load_weights(other.weights())
+        np.testing.assert_allclose(acting(obs.numpy()), expected(), rtol=0.02, atol=0.02)
